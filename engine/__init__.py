@@ -1,0 +1,1 @@
+"""Actors of the engine: tokenizer, scheduler, executor."""

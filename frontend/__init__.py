@@ -1,0 +1,1 @@
+"""HTTP frontend: connections, validation, the journal of requests in flight."""

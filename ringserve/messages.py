@@ -1,0 +1,598 @@
+"""The vocabulary of the four processes: one closed union of Structs for each ring.
+
+    frontend --FrontendMessage--> tokenizer --SchedulerInbound--> scheduler --SchedulerOutput--> executor
+    frontend <--FrontendInbound-- tokenizer <--SchedulerMessage-- scheduler <--ExecutorMessage-- executor
+
+Messages are columns where there is one entry for each sequence of a step: token ids travel as packed native
+``int32`` bytes, never as lists (encoding 1,024 ids costs 0.4 us instead of 8, decoding 0.5 instead of 48).
+Every ``*_ns`` field is ``time.monotonic_ns()`` of the process named in its comment; one machine, one clock.
+
+This module knows no transport, no HTTP and no model.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+ALL_CHOICES = -1
+"""``Abort.choice`` for every choice of the request."""
+
+
+def pack_i32(values: Iterable[int]) -> bytes:
+    """Pack integers as native int32 bytes."""
+    return array("i", values).tobytes()
+
+
+def unpack_i32(data: bytes) -> memoryview[int]:
+    """A view of packed int32 values; indexing and ``tolist()`` give Python ints."""
+    return memoryview(data).cast("i")
+
+
+def pack_u64(values: Iterable[int]) -> bytes:
+    """Pack integers as native uint64 bytes."""
+    return array("Q", values).tobytes()
+
+
+def unpack_u64(data: bytes) -> memoryview[int]:
+    """A view of packed uint64 values."""
+    return memoryview(data).cast("Q")
+
+
+def pack_f32(values: Iterable[float]) -> bytes:
+    """Pack floats as native float32 bytes."""
+    return array("f", values).tobytes()
+
+
+def unpack_f32(data: bytes) -> memoryview[float]:
+    """A view of packed float32 values."""
+    return memoryview(data).cast("f")
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A piece of a message."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+    """A member of a ring's union."""
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+class SamplingParams(Part):
+    """How tokens are drawn. Every default is filled in before the message leaves the frontend.
+
+    The order of operations and the random numbers are those of ARCHITECTURE.md, "Sampling".
+    """
+
+    seed: int
+    """64-bit key of the request's Philox stream."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias_ids: bytes = b""
+    """int32 token ids, ascending."""
+    logit_bias_values: bytes = b""
+    """float32, one for each id."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is drawn before this many tokens were generated."""
+    stop_token_ids: bytes = b""
+    """int32."""
+    ignore_eos: bool = False
+    logprobs: int = -1
+    """-1: none; 0: of the chosen token; k: and of the k most likely tokens. From the unprocessed logits."""
+    prompt_logprobs: int = -1
+    """The same for the prompt's tokens, each given those before it (the first one has none)."""
+
+
+class OutputParams(Part):
+    """What the tokenizer process makes of the tokens."""
+
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    """Return the prompt's text (and its token ids) with the first output."""
+
+
+class ChatPrompt(Message):
+    """A conversation that the tokenizer process renders with the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = {}
+
+
+class TextPrompt(Message):
+    """A text; special tokens (BOS) are added as the tokenizer's own post-processor says, unless switched off."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(Message):
+    """int32 token ids, taken as they are."""
+
+    token_ids: bytes
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+class ResumedChoice(Part):
+    """What a choice had already produced when its request enters (again)."""
+
+    choice: int
+    token_ids: bytes
+    """int32 ids generated so far."""
+    characters_sent: int
+    """Characters of text the client already has; they are not sent again."""
+    finish_reason: FinishReason | None = None
+    """Set where the choice is over: it must not run again."""
+
+
+class LogprobColumns(Part):
+    """Log probabilities of several tokens, flattened.
+
+    Entry ``i`` has ``counts[i]`` candidates (0: none were asked for). Its first candidate is the token itself; the
+    most likely tokens follow in descending order (the token itself may be among them again).
+    """
+
+    counts: bytes
+    """int32, one for each token."""
+    token_ids: bytes
+    """int32, sum(counts)."""
+    values: bytes
+    """float32 natural logarithms, sum(counts). -inf never travels: it is -9999.0."""
+    ranks: bytes
+    """int32, one for each token with candidates: 1 for the most likely token."""
+
+
+class PromptLogprobs(Part):
+    """Log probabilities of the prompt tokens ``[start, start + len(columns.counts))``; position 0 has count 0."""
+
+    request_id: int
+    start: int
+    columns: LogprobColumns
+
+
+class StepTimes(Part):
+    """Where one step spent its time (``time.monotonic_ns()``)."""
+
+    step_id: int
+    scheduled_ns: int
+    """Scheduler: the step was planned and put into the executor's ring."""
+    executor_received_ns: int
+    executor_started_ns: int
+    """Executor: the forward pass began."""
+    executor_finished_ns: int
+    """Executor: tokens are sampled, the result is about to be sent."""
+    result_received_ns: int = 0
+    """Scheduler."""
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+
+class EngineStats(Part):
+    """Counters since the scheduler started, and gauges, as of the step that carries them."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_pages: int
+    """Usable pages (page 0 is never given out and not counted)."""
+    num_preemptions: int
+    preempted_tokens: int
+    """Tokens whose keys and values were thrown away by preemption."""
+    num_steps: int
+    num_computed_tokens: int
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int = 0
+
+
+class SequenceStart(Part):
+    """What is known when a sequence's first output leaves the scheduler."""
+
+    row: int
+    queued_ns: int
+    """Scheduler: the request entered the queue."""
+    first_scheduled_ns: int
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class SequenceFinish(Part):
+    """A sequence's end. Exactly one for each (request, choice)."""
+
+    row: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The stop token (not eos) that ended it."""
+    num_preemptions: int = 0
+
+
+# ------------------------------------------------------------------------- frontend -> tokenizer -> scheduler
+
+
+class GenerateRequest(Message):
+    """One prompt, ``n`` choices."""
+
+    request_id: int
+    """Unique for the server's life; the upper 16 bits are the index of the frontend that answers it."""
+    prompt: Prompt
+    sampling: SamplingParams
+    output: OutputParams
+    n: int = 1
+    max_tokens: int | None = None
+    """None: whatever fits. Clamped to what fits by the tokenizer process."""
+    priority: int = 0
+    resumed: tuple[ResumedChoice, ...] = ()
+    received_ns: int = 0
+    """Frontend: the request's head was read."""
+    sent_ns: int = 0
+
+
+class TokenizeRequest(Message):
+    """Answered by TokenizeResult or RequestRefused."""
+
+    request_id: int
+    prompt: Prompt
+    with_strings: bool = False
+
+
+class DetokenizeRequest(Message):
+    """Answered by DetokenizeResult or RequestRefused."""
+
+    request_id: int
+    token_ids: bytes
+
+
+class Abort(Message):
+    """End a request, or one choice of it. Unknown or finished: no-op. ``stop``: the tokenizer found a stop string."""
+
+    request_id: int
+    choice: int = ALL_CHOICES
+    reason: Literal["abort", "stop"] = "abort"
+
+
+class CheckIntegrity(Message):
+    """Debugging: every process on the way adds what it holds; the scheduler answers with IntegrityReport."""
+
+    request_id: int
+    tokenizer_requests: int = 0
+    """Requests the tokenizer process still holds."""
+
+
+class TokenizedRequest(Message):
+    """A request as the scheduler sees it: ids and numbers only."""
+
+    request_id: int
+    prompt_token_ids: bytes
+    sampling: SamplingParams
+    n: int
+    max_tokens: int
+    """New tokens allowed for each choice, counted from the end of the prompt; already clamped; 0 computes the prompt."""
+    priority: int = 0
+    resumed: tuple[ResumedChoice, ...] = ()
+    received_ns: int = 0
+    sent_ns: int = 0
+    """Tokenizer."""
+
+
+FrontendMessage = GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity
+SchedulerInbound = TokenizedRequest | Abort | CheckIntegrity
+
+# ------------------------------------------------------------------------------------ scheduler -> executor
+
+
+class NewSequence(Part):
+    """A sequence sent whole: new, resumed or preempted before. Resets its slot."""
+
+    slot: int
+    token_ids: bytes
+    """int32: the prompt and whatever was generated before."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose keys and values already lie in the pages (prefix hits)."""
+    choice: int
+    sampling: SamplingParams
+    max_tokens: int
+
+
+class SchedulerOutput(Message):
+    """One step: only what changed since the last one.
+
+    Row ``i`` advances the sequence in ``slots[i]`` by ``num_tokens[i]`` of its tokens. The executor keeps, for each
+    slot, all token ids (it appends what it samples itself), the number computed, and the block table. A row that
+    reaches the last known token samples one.
+    """
+
+    step_id: int
+    new_sequences: tuple[NewSequence, ...]
+    """Each of them also has a row."""
+    slots: bytes
+    """int32, distinct."""
+    num_tokens: bytes
+    """int32, >= 1."""
+    new_page_counts: bytes
+    """int32, one for each row: how many entries of ``new_pages`` are appended to its block table."""
+    new_pages: bytes
+    """int32 page ids, in the order of the rows."""
+    freed_slots: bytes
+    """int32: freed before this step's rows are looked at; the slot may be reused by ``new_sequences`` at once."""
+    sent_ns: int = 0
+
+
+# ------------------------------------------------------------------------------------ executor -> scheduler
+
+
+class SamplingDefaults(Part):
+    """The model's generation configuration."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class ExecutorReady(Message):
+    """Everything discovered at start. Forwarded up to the frontend."""
+
+    vocab_size: int
+    """Rows of the model's output layer: valid token ids are below it."""
+    max_model_len: int
+    eos_token_ids: bytes
+    """int32: all ids that end a sequence."""
+    num_pages: int
+    """Usable pages; their ids are 1 .. num_pages."""
+    page_size: int
+    """Tokens per page."""
+    max_num_seqs: int
+    """Slots 0 .. max_num_seqs - 1."""
+    max_num_batched_tokens: int
+    dtype: str
+    kv_dtype: str
+    device: str
+    architecture: str
+    defaults: SamplingDefaults
+    num_threads: int = 1
+    load_seconds: float = 0.0
+
+
+class LoadProgress(Message):
+    """How far the executor's start is: shown in /health and by the supervisor's progress bar."""
+
+    stage: str
+    fraction: float
+
+
+class SlotPromptLogprobs(Part):
+    """PromptLogprobs by slot."""
+
+    slot: int
+    start: int
+    columns: LogprobColumns
+
+
+class ModelRunnerOutput(Message):
+    """A step's result: one row for each sequence that sampled a token, in the order of the step's rows."""
+
+    step_id: int
+    slots: bytes
+    """int32."""
+    token_ids: bytes
+    """int32, one for each slot."""
+    logprobs: LogprobColumns | None
+    prompt_logprobs: tuple[SlotPromptLogprobs, ...]
+    received_ns: int
+    started_ns: int
+    sent_ns: int
+    failed_slots: tuple[tuple[int, str], ...] = ()
+    """Sequences that could not be sampled (for example no finite logit), with the reason; no row above."""
+
+
+ExecutorMessage = ExecutorReady | LoadProgress | ModelRunnerOutput
+
+# ------------------------------------------------------------------------ scheduler -> tokenizer -> frontend
+
+
+class TokenOutputs(Message):
+    """A step's new tokens: one row for each (request, choice). A row may have no token (a finish alone)."""
+
+    request_ids: bytes
+    """uint64."""
+    choices: bytes
+    """int32."""
+    token_counts: bytes
+    """int32."""
+    token_ids: bytes
+    """int32, sum(token_counts)."""
+    starts: tuple[SequenceStart, ...]
+    finishes: tuple[SequenceFinish, ...]
+    logprobs: LogprobColumns | None
+    """One entry for each token."""
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    """For choice 0; positions come in ascending order, each once."""
+    times: StepTimes | None
+    stats: EngineStats
+    sent_ns: int = 0
+
+
+class RequestRefused(Message):
+    """The whole request is over; nothing of it was or will be computed."""
+
+    request_id: int
+    status: int
+    """HTTP status."""
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+    """Seconds."""
+
+
+class IntegrityReport(Message):
+    """Answer to CheckIntegrity."""
+
+    request_id: int
+    problems: tuple[str, ...]
+    """What ``check_integrity()`` found; empty when sound."""
+    num_free_pages: int
+    num_pages: int
+    scheduler_requests: int
+    tokenizer_requests: int
+    num_free_slots: int
+
+
+SchedulerMessage = TokenOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport
+
+
+class CandidateLogprob(Part):
+    """A token's text and log probability."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float
+
+
+class TokenLogprob(Part):
+    """One position: the token itself, and the most likely ones."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float | None
+    """None for a prompt's first token."""
+    rank: int
+    top: tuple[CandidateLogprob, ...] = ()
+
+
+class TextLogprobs(Part):
+    """Log probabilities of a row's new tokens. They may come later than their tokens' text, never earlier, and all
+    have come by the finish."""
+
+    row: int
+    tokens: tuple[TokenLogprob, ...]
+
+
+class TextStart(Part):
+    """What is known with a choice's first output."""
+
+    row: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    received_ns: int
+    """Frontend."""
+    tokenized_ns: int
+    """Tokenizer: sent to the scheduler."""
+    queued_ns: int
+    first_scheduled_ns: int
+    max_tokens: int
+    """After clamping."""
+    max_tokens_clamped: bool = False
+    prompt_token_ids: bytes = b""
+    """With ``echo``."""
+    prompt_text: str | None = None
+    """With ``echo``: the text given, or the decoded ids."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class TextFinish(Part):
+    """A choice's end. Exactly one for each (request, choice)."""
+
+    row: int
+    reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string or stop token id that ended it."""
+    num_output_tokens: int
+    """Up to and including the token that completed the stop."""
+    num_preemptions: int = 0
+    message: str = ""
+    """With reason ``error``."""
+
+
+class TextOutputs(Message):
+    """A step's new text: one row for each (request, choice)."""
+
+    request_ids: bytes
+    """uint64."""
+    choices: bytes
+    """int32."""
+    texts: tuple[str, ...]
+    token_counts: bytes
+    """int32."""
+    token_ids: bytes
+    """int32, sum(token_counts). Tokens come with the step that made them, even where their text is still held back."""
+    starts: tuple[TextStart, ...]
+    finishes: tuple[TextFinish, ...]
+    logprobs: tuple[TextLogprobs, ...]
+    times: StepTimes | None
+    stats: EngineStats | None
+    tokens_sent_ns: int
+    """Scheduler."""
+    received_ns: int
+    """Tokenizer."""
+    sent_ns: int
+    """Tokenizer."""
+
+
+class TokenizeResult(Message):
+    """Answer to TokenizeRequest."""
+
+    request_id: int
+    token_ids: bytes
+    token_strings: tuple[str, ...] | None
+
+
+class DetokenizeResult(Message):
+    """Answer to DetokenizeRequest."""
+
+    request_id: int
+    text: str
+
+
+FrontendInbound = (
+    TextOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport | TokenizeResult | DetokenizeResult
+)
+
+# --------------------------------------------------------------------------------------- child -> supervisor
+
+
+class Progress(Message):
+    """A child's start-up progress, for the terminal."""
+
+    stage: str
+    fraction: float
+
+
+class Started(Message):
+    """A child is up. ``summary`` is what the supervisor's closing line says of it."""
+
+    summary: dict[str, str | int | float]
+
+
+class StartFailed(Message):
+    """A child cannot start: one line with the remedy."""
+
+    message: str
+
+
+SupervisorInbound = Progress | Started | StartFailed

@@ -1,0 +1,1 @@
+"""Shared-memory rings, doorbells and channels between processes."""
