@@ -14,6 +14,9 @@ import msgspec
 from msgspec import Meta
 
 
+Positive = Annotated[int, Meta(ge=1)]
+
+
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A group of options: one heading in ``--help``, one slice for a process."""
 
@@ -38,7 +41,7 @@ class ModelConfig(_Group):
         Meta(description="Type of weights and keys/values; auto: bfloat16 where the processor computes in it, else float32."),
     ] = "auto"
     max_model_len: Annotated[
-        int | None, Meta(ge=1, description="Longest sequence, prompt and answer together, in tokens. Default: the model's own.")
+        Positive | None, Meta(description="Longest sequence, prompt and answer together, in tokens. Default: the model's own.")
     ] = None
 
 
@@ -47,7 +50,7 @@ class ExecutorConfig(_Group):
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     threads: Annotated[
-        int | None, Meta(ge=1, description="Threads the executor computes with. Default: the cores of this machine less one, at least one.")
+        Positive | None, Meta(description="Threads the executor computes with. Default: the cores of this machine less one, at least one.")
     ] = None
     block_size: Annotated[
         int | None, Meta(description="Tokens in a KV page, a power of two from 8 to 128. Default: the device's (64 on CPUs, 16 on GPUs).")
@@ -63,7 +66,7 @@ class SchedulerConfig(_Group):
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences computed at the same time.")] = 64
     max_num_batched_tokens: Annotated[
-        int | None, Meta(ge=1, description="Tokens computed in one step (prompt chunks and decodes together). Default: the device's (256 on CPUs).")
+        Positive | None, Meta(description="Tokens computed in one step (prompt chunks and decodes together). Default: the device's (256 on CPUs).")
     ] = None
 
 
