@@ -596,3 +596,13 @@ class StartFailed(Message):
 
 
 SupervisorInbound = Progress | Started | StartFailed
+
+RINGS: dict[tuple[str, str], Any] = {
+    ("frontend", "tokenizer"): FrontendMessage,
+    ("tokenizer", "scheduler"): SchedulerInbound,
+    ("scheduler", "executor"): SchedulerOutput,
+    ("executor", "scheduler"): ExecutorMessage,
+    ("scheduler", "tokenizer"): SchedulerMessage,
+    ("tokenizer", "frontend"): FrontendInbound,
+}
+"""What travels on the ring from one kind of process to another."""

@@ -1,0 +1,157 @@
+"""A child process from its first instruction to its exit code.
+
+The supervisor starts every actor by module name (``ActorSpec.module``), so that it never imports what they need. The
+actor's module has one function, ``create(context)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ringserve.actor import ActorContext, Mailbox, Peer
+from ringserve.actor_blocking import run_blocking
+from ringserve.logs import set_up_logging
+from ringserve.messages import RINGS, SupervisorInbound
+from ringserve.shm import (
+    Consumer,
+    ConsumerEnd,
+    Doorbell,
+    DoorbellHandle,
+    PeerDied,
+    Producer,
+    ProducerEnd,
+    Receiver,
+    Sender,
+    open_pidfd,
+)
+
+EXIT_PEER_DIED = 3
+"""Exit status of an actor that ended because a neighbour died; the supervisor tells of the neighbour."""
+
+logger = logging.getLogger("ringserve")
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """Everything a child is born with; pickled once, while it is spawned."""
+
+    role: str
+    module: str
+    on_loop: bool
+    """Runs on uvloop (frontend, tokenizer), not on a blocking wait."""
+    settings: Any
+    doorbell: DoorbellHandle
+    inbox: tuple[tuple[str, ConsumerEnd], ...]
+    outbox: tuple[tuple[str, ProducerEnd], ...]
+    peers: tuple[tuple[str, DoorbellHandle], ...]
+    reports: Connection
+    """To the supervisor."""
+    supervisor_pid: int
+    log_level: str
+
+
+def run_actor(spec: ActorSpec) -> None:
+    """The child's main function.
+
+    Raises:
+        SystemExit: with the exit status.
+    """
+    # Ctrl-C reaches the whole foreground group; only the supervisor decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _name_process(spec.role)
+    set_up_logging(spec.role, spec.log_level)
+    _end_with(spec.supervisor_pid)
+    mailbox = _open_mailbox(spec)
+    try:
+        if spec.on_loop:
+            _run_on_loop(spec, mailbox)
+        else:
+            context = _context(spec, mailbox, mailbox.flush)
+            run_blocking(importlib.import_module(spec.module).create(context), mailbox)
+    except PeerDied as error:
+        logger.debug("ending: %s", error)
+        raise SystemExit(EXIT_PEER_DIED) from None
+    except Exception:
+        logger.exception("a fault in ringserve ended the %s process", spec.role)
+        raise SystemExit(1) from None
+    finally:
+        mailbox.close()
+
+
+def _run_on_loop(spec: ActorSpec, mailbox: Mailbox) -> None:
+    import uvloop  # not needed by the blocking actors
+
+    from ringserve.actor_async import AsyncDriver
+
+    async def live() -> None:
+        driver = AsyncDriver(mailbox)
+        actor = importlib.import_module(spec.module).create(_context(spec, mailbox, driver.flush_soon))
+        gc.freeze()  # what start-up made stays; the collector need not walk it while serving
+        await driver.run(actor)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(live())
+
+
+def _context(spec: ActorSpec, mailbox: Mailbox, flush_soon: Any) -> ActorContext:
+    encoder = msgspec.msgpack.Encoder()
+
+    def report(message: SupervisorInbound) -> None:
+        try:
+            spec.reports.send_bytes(encoder.encode(message))
+        except BrokenPipeError:
+            logger.debug("the supervisor is gone")
+
+    return ActorContext(spec.role, spec.settings, mailbox.senders, report, flush_soon)
+
+
+def _open_mailbox(spec: ActorSpec) -> Mailbox:
+    kind = spec.role.partition("-")[0]
+    doorbell = Doorbell.attach(spec.doorbell)
+    mailbox = Mailbox(
+        doorbell,
+        {
+            source: Receiver(Consumer.attach(end), RINGS[source.partition("-")[0], kind])
+            for source, end in spec.inbox
+        },
+        {target: Sender(Producer.attach(end)) for target, end in spec.outbox},
+        [Peer(name, handle) for name, handle in spec.peers],
+    )
+    mailbox.greet()
+    return mailbox
+
+
+def _name_process(role: str) -> None:
+    Path("/proc/self/comm").write_text(f"rs-{role}")
+
+
+def _end_with(supervisor_pid: int) -> None:
+    """End this process as soon as the supervisor is gone, even in the middle of loading a model.
+
+    A thread that blocks in poll costs nothing and, unlike PR_SET_PDEATHSIG, does not end the process when merely the
+    supervisor's starting thread ends.
+    """
+    pidfd = open_pidfd(supervisor_pid)
+    if os.getppid() != supervisor_pid:  # it died before the pidfd was open
+        os._exit(EXIT_PEER_DIED)
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll()
+        os._exit(EXIT_PEER_DIED)
+
+    threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
