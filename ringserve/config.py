@@ -56,8 +56,8 @@ class ExecutorConfig(_Group):
         int | None, Meta(description="Tokens in a KV page, a power of two from 8 to 128. Default: the device's (64 on CPUs, 16 on GPUs).")
     ] = None
     kv_cache_memory: Annotated[
-        int | None,
-        Meta(ge=1, description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of max-model-len need, at most 4G and a quarter of the free memory."),
+        Positive | None,
+        Meta(description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of max-model-len need, at most 4G and a quarter of the free memory."),
     ] = None
 
 

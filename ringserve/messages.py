@@ -224,6 +224,8 @@ class SequenceFinish(Part):
     stop_token_id: int | None = None
     """The stop token (not eos) that ended it."""
     num_preemptions: int = 0
+    message: str = ""
+    """With reason ``error``."""
 
 
 # ------------------------------------------------------------------------- frontend -> tokenizer -> scheduler

@@ -1,0 +1,94 @@
+"""The ``ringserve`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ringserve import __version__
+from ringserve.options import OptionError, add_arguments, build_config, read_file
+
+_EPILOG = """examples:
+  ringserve serve                                 the embedded SmolLM2-135M-Instruct on 127.0.0.1:8000
+  ringserve serve ./Qwen2.5-0.5B-Instruct         a directory in Hugging Face layout
+  ringserve serve model.gguf --port 9000          a GGUF file
+  ringserve serve Qwen/Qwen2.5-0.5B-Instruct      a hub id
+  ringserve chat                                  talk to the server on 127.0.0.1:8000
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="ringserve",
+        description="Serve a language model on this machine through an OpenAI-compatible API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ringserve {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP until SIGTERM or Ctrl-C (running requests finish; a second one stops at once).",
+        allow_abbrev=False,
+    )
+    serve.add_argument(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="directory in Hugging Face layout, GGUF file, or hub id (default: the embedded SmolLM2-135M-Instruct)",
+    )
+    serve.add_argument("--config", metavar="FILE", help="TOML file with the same options (underscores for dashes); flags win")
+    add_arguments(serve)
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a running server in the terminal",
+        description="Talk to an OpenAI-compatible server; answers stream, each followed by its TTFT and tokens/s.",
+        allow_abbrev=False,
+    )
+    chat.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the API's base (default: %(default)s)")
+    chat.add_argument("--model", help="model to talk to (default: the first one that the server lists)")
+    chat.add_argument("--api-key", help="if the server asks for one")
+    chat.add_argument("--system-prompt", metavar="TEXT", help="instructions before the conversation")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what fits)")
+    chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's own")
+    chat.add_argument("-q", "--quick", metavar="TEXT", help="send one message, print the answer, and leave")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = build_parser()
+    given = vars(parser.parse_args(arguments))
+    try:
+        if given.pop("command") == "chat":
+            from ringserve.chat import ChatOptions, chat  # brings an HTTP client that `serve` does not need
+
+            return chat(ChatOptions(**given))
+        return _serve(given)
+    except OptionError as error:
+        print(f"ringserve: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(given: dict[str, object]) -> int:
+    file = given.pop("config")
+    config = build_config({**(read_file(str(file)) if file is not None else {}), **given})
+
+    from ringserve.launch import Supervisor  # multiprocessing, rich: not needed for --help
+    from ringserve.logs import set_up_logging
+    from ringserve.model_source import ModelNotFound, resolve_model
+
+    set_up_logging("supervisor", config.logging.log_level)
+    try:
+        source = resolve_model(config.model.model, config.model.revision, config.model.served_model_name)
+    except ModelNotFound as error:
+        print(f"ringserve: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return Supervisor(config, source).run()
