@@ -182,6 +182,10 @@ def _convert(option: Option, value: Any) -> Any:
             value = parse_size(value)
         except ValueError:
             raise OptionError(f"{label}: {value!r} is not a size such as 512M or 4G") from None
+    if option.choices and value not in option.choices:
+        raise OptionError(f"{label}: {value!r} is not one of {', '.join(option.choices)}")
+    if option.repeated and isinstance(value, str):
+        value = [value]
     group_type = next(f.type for f in msgspec.structs.fields(ServeConfig) if f.name == option.group)
     annotation = typing.get_type_hints(group_type, include_extras=True)[option.name]
     try:

