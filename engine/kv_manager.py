@@ -1,0 +1,104 @@
+"""Which page of the KV pool belongs to whom: the scheduler's half of the pool (the executor owns the memory).
+
+Pages are numbered ``1 .. num_pages``; page 0 is never given out, so that padded block tables point at a page nobody
+reads. A block table is a plain list of page ids owned by its sequence; page ``i`` of it holds the keys and values of
+the tokens ``[i * page_size, (i + 1) * page_size)``. Pages are reference counted: several tables may hold the same full
+page, and it returns to the free list with its last reference.
+
+Steps run in the executor in the order they were planned, so a freed page may be given out at once: whoever reads it
+in a step still in flight does so before the new owner writes.
+
+This module knows neither requests nor time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+
+class KVManager:
+    """A page allocator that can prove itself (``check_integrity``)."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a KV pool needs pages: {num_pages} pages of {page_size} tokens")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # A stack: the pages freed last are still warm in the cache. Ascending at first.
+        self._free = list(range(num_pages, 0, -1))
+        self._references = array("i", bytes(4 * (num_pages + 1)))
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages together hold."""
+        return self.num_pages * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def grow(self, table: list[int], num_tokens: int) -> list[int] | None:
+        """Append pages to ``table`` until it holds ``num_tokens`` tokens.
+
+        Returns the new pages (none if it held them already), or None, with nothing changed, where too few are free.
+        """
+        missing = self.pages_for(num_tokens) - len(table)
+        if missing <= 0:
+            return []
+        if missing > len(self._free):
+            return None
+        pages = self._free[: -missing - 1 : -1]
+        del self._free[-missing:]
+        for page in pages:
+            self._references[page] = 1
+        table.extend(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more table holds these pages."""
+        for page in pages:
+            if self._references[page] < 1:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._references[page] += 1
+
+    def release(self, table: list[int]) -> None:
+        """Give back every page of ``table`` and empty it."""
+        for page in reversed(table):
+            references = self._references[page] - 1
+            if page == 0 or references < 0:
+                raise ValueError(f"page {page} is released more often than it was given out")
+            self._references[page] = references
+            if references == 0:
+                self._free.append(page)
+        table.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> list[str]:
+        """What is wrong, given every block table there is; empty when sound."""
+        problems = []
+        held: Counter[int] = Counter()
+        for table in tables:
+            if len(set(table)) != len(table):
+                problems.append(f"a block table holds a page twice: {list(table)}")
+            held.update(table)
+        free = Counter(self._free)
+        for page, count in free.items():
+            if count > 1:
+                problems.append(f"page {page} is in the free list {count} times")
+            if not 1 <= page <= self.num_pages:
+                problems.append(f"page {page} is free but does not exist")
+        for page in held:
+            if not 1 <= page <= self.num_pages:
+                problems.append(f"page {page} is in a block table but may never be given out")
+        for page in range(1, self.num_pages + 1):
+            references = self._references[page]
+            if references != held[page]:
+                problems.append(f"page {page} has {references} references and is held {held[page]} times")
+            if (references == 0) != (page in free):
+                problems.append(f"page {page} has {references} references and is {'' if page in free else 'not '}free")
+        return problems

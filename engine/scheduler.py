@@ -1,0 +1,426 @@
+"""Who advances by how many tokens in the next step: the engine's policy, with two verbs and no I/O.
+
+``schedule()`` plans a step, ``update_from_output()`` takes a step's result. Every running sequence catches its
+computed tokens up with the tokens it knows; chunked prefill, decode and recompute after preemption are all that one
+rule. Up to ``max_steps_in_flight`` steps are planned before their results are back: a sequence that reaches its last
+known token is assumed to yield one more, which the executor feeds to itself.
+
+Policy: first come, first served. A step takes the running sequences first, those that need one token before those in
+the middle of a prompt, then admits from the head of the queue. Hence every running sequence arrived before every
+waiting one; the victim of preemption, the latest running one, goes back to the head of the queue, and the oldest
+sequence is never preempted: something always advances.
+
+Results are matched with the records of the steps as planned, never by slot alone, so the late result of a sequence
+that has ended meanwhile is not credited to the one that has its slot now.
+
+This module knows no clock, no ring, no text and no model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Literal
+
+from ringserve.engine import scheduler_integrity as integrity
+from ringserve.engine.kv_manager import KVManager
+from ringserve.engine.scheduler_outputs import (
+    LogprobEntry,
+    OutputBatch,
+    OutputRow,
+    join_logprobs,
+    split_logprobs,
+)
+from ringserve.engine.scheduler_step import PlannedRow, StepPlan, StepRecord, StepResult
+from ringserve.engine.sequence import Request, Sequence, SequenceStatus
+from ringserve.messages import (
+    ALL_CHOICES,
+    EngineStats,
+    ExecutorReady,
+    FinishReason,
+    LogprobColumns,
+    ModelRunnerOutput,
+    NewSequence,
+    PromptLogprobs,
+    RequestRefused,
+    SchedulerOutput,
+    SequenceFinish,
+    SequenceStart,
+    StepTimes,
+    TokenizedRequest,
+    pack_i32,
+    unpack_i32,
+)
+
+
+class Scheduler:
+    """Queues, policy and page accounting of one executor."""
+
+    def __init__(self, ready: ExecutorReady, max_steps_in_flight: int = 2) -> None:
+        if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
+            raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
+        self._kv = KVManager(ready.num_pages, ready.page_size)
+        self._max_num_seqs = ready.max_num_seqs
+        self._max_num_batched_tokens = ready.max_num_batched_tokens
+        self._max_steps_in_flight = max_steps_in_flight
+        # A sequence alone must always fit, or it could never advance.
+        self._max_model_len = min(ready.max_model_len, self._kv.capacity)
+        self._eos_token_ids = frozenset(unpack_i32(ready.eos_token_ids))
+        self._requests: dict[int, Request] = {}
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._running: dict[Sequence, None] = {}
+        self._free_slots = list(range(ready.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._in_flight: deque[StepRecord] = deque()
+        self._outputs = OutputBatch([], [])
+        self._next_step_id = 0
+        self._next_arrival = 0
+        self._num_preemptions = 0
+        self._preempted_tokens = 0
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    @property
+    def has_work(self) -> bool:
+        """Some sequence is not over."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def has_request(self, request_id: int) -> bool:
+        return request_id in self._requests
+
+    def add_request(self, message: TokenizedRequest, now_ns: int) -> RequestRefused | None:
+        """Queue a request, or say why it can never be computed.
+
+        A choice that enters at its end (``resumed``) is finished at once: ``take_outputs`` has its row.
+        """
+        refused = self._refusal(message)
+        if refused is not None:
+            return refused
+        request = Request.of(message, self._max_model_len, now_ns)
+        resumed = {choice.choice: choice for choice in message.resumed}
+        for choice in range(message.n):
+            sequence = Sequence(request, choice, arrival=self._next_arrival)
+            if choice in resumed:
+                if resumed[choice].finish_reason is not None:
+                    continue
+                sequence.output_token_ids.frombytes(resumed[choice].token_ids)
+            self._next_arrival += 1
+            request.live[choice] = sequence
+            self._waiting[sequence] = None
+        if request.live:
+            self._requests[request.request_id] = request
+        for sequence in list(request.live.values()):
+            if sequence.output_token_ids:
+                self._append(sequence, (), ())
+        return None
+
+    def abort(self, request_id: int, choice: int = ALL_CHOICES, reason: Literal["abort", "stop"] = "abort") -> None:
+        """End a request's live choices, or one; unknown or finished: no-op. ``take_outputs`` has their rows."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for sequence in list(request.live.values()):
+            if choice in (ALL_CHOICES, sequence.choice):
+                self._finish(sequence, (), (), reason)
+
+    def take_outputs(self) -> OutputBatch:
+        """Rows that came of ``add_request`` and ``abort`` since the last result."""
+        outputs, self._outputs = self._outputs, OutputBatch([], [])
+        return outputs
+
+    def _refusal(self, message: TokenizedRequest) -> RequestRefused | None:
+        num_prompt_tokens = len(message.prompt_token_ids) // 4
+        if num_prompt_tokens == 0:
+            return RequestRefused(message.request_id, 400, "The prompt has no tokens.", param="prompt")
+        if message.request_id in self._requests:
+            text = f"Request {message.request_id} is already being served."
+            return RequestRefused(message.request_id, 500, text, type="server_error")
+        if num_prompt_tokens + 1 > self._max_model_len:
+            return RequestRefused(
+                message.request_id,
+                400,
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
+                f"{num_prompt_tokens} tokens, which leaves no room for an answer. Please shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return None
+
+    # ---------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, now_ns: int) -> SchedulerOutput | None:
+        """Plan the next step; None if there is nothing to compute now or enough steps are in flight."""
+        if len(self._in_flight) >= self._max_steps_in_flight:
+            return None
+        plan = StepPlan(self._max_num_batched_tokens)
+        prefills = []
+        for sequence in list(self._running):
+            if sequence.num_schedulable_tokens == 1:
+                self._plan_running(sequence, plan)
+            else:
+                prefills.append(sequence)
+        for sequence in prefills:
+            self._plan_running(sequence, plan)
+        if not plan.preempted:
+            self._admit(plan)
+        return self._commit(plan, now_ns) if plan.num_tokens else None
+
+    def _plan_running(self, sequence: Sequence, plan: StepPlan) -> None:
+        if sequence.status is not SequenceStatus.RUNNING:  # preempted for an older one of this step
+            return
+        num_tokens = min(sequence.num_schedulable_tokens, plan.budget)
+        if num_tokens == 0:
+            return
+        while (pages := self._kv.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens)) is None:
+            victim = next(reversed(self._running))
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return
+        plan.add(sequence, num_tokens, pages)
+
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        """Throw a sequence's keys and values away; it is computed again from its tokens, later.
+
+        Tokens that steps in flight draw for it are kept when they arrive, so it is not sent again before that.
+        """
+        plan.remove(victim)
+        plan.preempted = True
+        self._num_preemptions += 1
+        self._preempted_tokens += victim.num_computed_tokens
+        victim.num_preemptions += 1
+        self._leave_executor(victim)
+        self._waiting[victim] = None
+        self._waiting.move_to_end(victim, last=False)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start sequences from the head of the queue; a head that has to wait lets no later one pass.
+
+        All pages of the tokens known so far are taken at once, so that a prompt once begun is never stuck half-way.
+        Every running sequence will soon want another page: unless nothing runs, one for each stays free, or the
+        newcomer would be preempted again at once.
+        """
+        while self._waiting and self._free_slots and plan.budget > 0:
+            sequence = next(iter(self._waiting))
+            if sequence.num_pending_tokens:
+                return
+            num_known_tokens = sequence.num_known_tokens
+            headroom = len(self._running) + 1 if self._running else 0
+            if self._kv.pages_for(num_known_tokens) + headroom > self._kv.num_free_pages:
+                return
+            pages = self._kv.grow(sequence.block_table, num_known_tokens)
+            if pages is None:
+                return
+            del self._waiting[sequence]
+            self._running[sequence] = None
+            sequence.status = SequenceStatus.RUNNING
+            sequence.slot = self._free_slots.pop()
+            plan.admitted.append(sequence)
+            plan.add(sequence, min(num_known_tokens, plan.budget), pages)
+
+    def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
+        rows = []
+        for sequence, num_tokens in plan.num_tokens.items():
+            sequence.num_computed_tokens += num_tokens
+            samples = sequence.num_computed_tokens == sequence.num_known_tokens
+            rows.append(PlannedRow(sequence, sequence.slot, num_tokens, samples))
+        new_sequences = []
+        for sequence in plan.admitted:
+            request = sequence.request
+            sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
+            new_sequences.append(
+                NewSequence(
+                    slot=sequence.slot,
+                    token_ids=request.prompt_token_ids + sequence.output_token_ids.tobytes(),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=0,
+                    choice=sequence.choice,
+                    sampling=sequence.sampling,
+                    max_tokens=request.max_total_tokens - request.num_prompt_tokens,
+                )
+            )
+        for row in rows:
+            row.sequence.num_pending_tokens += row.samples
+        record = StepRecord(self._next_step_id, now_ns, tuple(rows), sum(row.num_tokens for row in rows))
+        self._next_step_id += 1
+        self._in_flight.append(record)
+        freed_slots, self._freed_slots = self._freed_slots, []
+        return SchedulerOutput(
+            step_id=record.step_id,
+            new_sequences=tuple(new_sequences),
+            slots=pack_i32(row.slot for row in rows),
+            num_tokens=pack_i32(row.num_tokens for row in rows),
+            new_page_counts=pack_i32(len(plan.new_pages[row.sequence]) for row in rows),
+            new_pages=pack_i32(page for row in rows for page in plan.new_pages[row.sequence]),
+            freed_slots=pack_i32(freed_slots),
+            sent_ns=now_ns,
+        )
+
+    # ------------------------------------------------------------------------------------ update_from_output
+
+    def update_from_output(self, output: ModelRunnerOutput, now_ns: int) -> StepResult:
+        """Take the result of the oldest step in flight; raises ValueError for any other step's."""
+        if not self._in_flight or self._in_flight[0].step_id != output.step_id:
+            expected = self._in_flight[0].step_id if self._in_flight else "none"
+            raise ValueError(f"the executor answered step {output.step_id}; the oldest in flight is {expected}")
+        record = self._in_flight.popleft()
+        self._num_steps += 1
+        self._num_computed_tokens += record.num_tokens
+        by_slot = {row.slot: row for row in record.rows}
+        for chunk in output.prompt_logprobs:
+            self._forward_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
+        tokens = dict(zip(unpack_i32(output.slots), unpack_i32(output.token_ids), strict=True))
+        logprobs: dict[int, LogprobEntry] = {}
+        if output.logprobs is not None:
+            logprobs = dict(zip(tokens, split_logprobs(output.logprobs), strict=True))
+        failures = dict(output.failed_slots)
+        for row in record.rows:
+            sequence = row.sequence
+            if row.samples:
+                sequence.num_pending_tokens -= 1
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            if row.slot in failures:
+                self._finish(sequence, (), (), "error", message=failures[row.slot])
+            elif not row.samples:
+                continue
+            elif row.slot not in tokens:
+                self._finish(sequence, (), (), "error", message="The executor returned no token for this sequence.")
+            elif sequence.request.max_tokens == 0:
+                self._finish(sequence, (), (), "length")
+            else:
+                entry = logprobs.get(row.slot)
+                self._append(sequence, (tokens[row.slot],), (entry,) if entry is not None and entry.count else ())
+        times = StepTimes(
+            step_id=record.step_id,
+            scheduled_ns=record.scheduled_ns,
+            executor_received_ns=output.received_ns,
+            executor_started_ns=output.started_ns,
+            executor_finished_ns=output.sent_ns,
+            result_received_ns=now_ns,
+            num_tokens=record.num_tokens,
+            num_sequences=len(record.rows),
+        )
+        request_ids = frozenset(row.sequence.request.request_id for row in record.rows)
+        return StepResult(self.take_outputs(), times, request_ids)
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[LogprobEntry, ...]) -> None:
+        """Add tokens and end the sequence if its last one is the end. With no tokens: was it over when it came?"""
+        sequence.output_token_ids.extend(token_ids)
+        request = sequence.request
+        num_output_tokens = len(sequence.output_token_ids)
+        last = sequence.output_token_ids[-1]
+        # The executor masks these before min_tokens; they must not end it here either.
+        if num_output_tokens > request.sampling.min_tokens:
+            if last in self._eos_token_ids and not request.sampling.ignore_eos:
+                self._finish(sequence, token_ids, logprobs, "stop")
+                return
+            if last in request.stop_token_ids:
+                self._finish(sequence, token_ids, logprobs, "stop", stop_token_id=last)
+                return
+        if (
+            num_output_tokens >= request.max_tokens
+            or request.num_prompt_tokens + num_output_tokens >= request.max_total_tokens
+        ):
+            self._finish(sequence, token_ids, logprobs, "length")
+        elif token_ids:
+            self._add_row(sequence, token_ids, logprobs, None)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[LogprobEntry, ...],
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        message: str = "",
+    ) -> None:
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_executor(sequence)
+        else:
+            del self._waiting[sequence]
+        sequence.status = SequenceStatus.FINISHED
+        request = sequence.request
+        del request.live[sequence.choice]
+        if not request.live:
+            del self._requests[request.request_id]
+        finish = SequenceFinish(-1, reason, stop_token_id, sequence.num_preemptions, message)
+        self._add_row(sequence, token_ids, logprobs, finish)
+
+    def _leave_executor(self, sequence: Sequence) -> None:
+        """Give slot and pages back. The executor hears of the slot with the next step."""
+        del self._running[sequence]
+        self._kv.release(sequence.block_table)
+        self._freed_slots.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.num_computed_tokens = 0
+        sequence.status = SequenceStatus.WAITING
+
+    def _add_row(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[LogprobEntry, ...],
+        finish: SequenceFinish | None,
+    ) -> None:
+        request = sequence.request
+        start = None
+        if not sequence.started:
+            sequence.started = True
+            # One that ended before it was ever scheduled has waited for nothing.
+            first_scheduled_ns = sequence.first_scheduled_ns or request.queued_ns
+            start = SequenceStart(-1, request.queued_ns, first_scheduled_ns, 0, sequence.num_preemptions)
+        self._outputs.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, start, finish))
+
+    def _forward_prompt_logprobs(self, sequence: Sequence, start: int, columns: LogprobColumns) -> None:
+        """Each position once, in ascending order; a recomputed prompt repeats itself."""
+        if sequence.status is SequenceStatus.FINISHED or sequence.choice != 0:
+            return
+        num_known = sequence.next_prompt_logprob - start
+        end = start + len(columns.counts) // 4
+        if end <= sequence.next_prompt_logprob:
+            return
+        if num_known > 0:
+            columns = join_logprobs(split_logprobs(columns)[num_known:])
+            start = sequence.next_prompt_logprob
+        sequence.next_prompt_logprob = end
+        self._outputs.prompt_logprobs.append(PromptLogprobs(sequence.request.request_id, start, columns))
+
+    # ----------------------------------------------------------------------------------------------- looking
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_pages=self._kv.num_free_pages,
+            num_pages=self._kv.num_pages,
+            num_preemptions=self._num_preemptions,
+            preempted_tokens=self._preempted_tokens,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+        )
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books; empty when sound. Takes time that grows with everything held."""
+        running, waiting = self._running, self._waiting
+        return [
+            *self._kv.check_integrity(sequence.block_table for sequence in running),
+            *integrity.check_running(running, self._kv.page_size),
+            *integrity.check_waiting(waiting),
+            *integrity.check_slots(running, self._free_slots, self._max_num_seqs),
+            *integrity.check_queues(running, waiting, self._requests),
+            *integrity.check_in_flight([*running, *waiting], self._in_flight, self._max_steps_in_flight),
+        ]

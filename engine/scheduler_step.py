@@ -1,0 +1,61 @@
+"""A step as the scheduler remembers it: being planned, in flight, and answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ringserve.engine.scheduler_outputs import OutputBatch
+from ringserve.engine.sequence import Sequence
+from ringserve.messages import StepTimes
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is being put together; nothing of it is booked before it is complete."""
+
+    budget: int
+    """Tokens that may still be added."""
+    num_tokens: dict[Sequence, int] = field(default_factory=dict)
+    new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: bool = False
+
+    def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
+        self.num_tokens[sequence] = num_tokens
+        self.new_pages[sequence] = new_pages
+        self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        self.budget += self.num_tokens.pop(sequence, 0)
+        self.new_pages.pop(sequence, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One sequence's part in a step."""
+
+    sequence: Sequence
+    slot: int
+    num_tokens: int
+    samples: bool
+    """It reaches the last known token, so the executor draws the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step in flight."""
+
+    step_id: int
+    scheduled_ns: int
+    rows: tuple[PlannedRow, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step's result came to."""
+
+    outputs: OutputBatch
+    times: StepTimes
+    request_ids: frozenset[int]
+    """Every request that had a part in the step, even where no row came of it (a chunk of a prompt)."""

@@ -1,0 +1,119 @@
+"""A request and its sequences, as the scheduler keeps them.
+
+``n`` choices of a request are ``n`` sequences keyed ``(request_id, choice)``. They share the prompt's bytes; nothing
+else of one is ever touched by another.
+
+A sequence's tokens are known in three stages::
+
+    prompt tokens | generated tokens, here | pending tokens: sampled by a step that is in flight
+    <------------------------- num_known_tokens ------------------------------------------------>
+    <------- num_computed_tokens: keys and values are computed, counting steps in flight --->
+
+There is no prefill phase and no decode phase: whatever is known and not computed is what may be scheduled.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ringserve.messages import SamplingParams, TokenizedRequest, unpack_i32
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    """In the queue; holds no slot and no page (new, or preempted)."""
+    RUNNING = "running"
+    """Holds a slot and pages."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the choices of a request have in common."""
+
+    request_id: int
+    prompt_token_ids: bytes
+    """int32."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    sampling_without_prompt_logprobs: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_tokens: int
+    max_total_tokens: int
+    """Prompt and generated tokens together, where generation ends at the latest."""
+    queued_ns: int
+    live: dict[int, Sequence] = field(default_factory=dict)
+    """The choices that are not over."""
+
+    @staticmethod
+    def of(message: TokenizedRequest, max_model_len: int, now_ns: int) -> Request:
+        num_prompt_tokens = len(message.prompt_token_ids) // 4
+        sampling = message.sampling
+        return Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            sampling_without_prompt_logprobs=msgspec.structs.replace(sampling, prompt_logprobs=-1),
+            stop_token_ids=frozenset(unpack_i32(sampling.stop_token_ids)),
+            max_tokens=message.max_tokens,
+            # With max_tokens == 0 the step that ends the prompt samples all the same; its token is thrown away.
+            max_total_tokens=min(num_prompt_tokens + max(message.max_tokens, 1), max_model_len),
+            queued_ns=now_ns,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request."""
+
+    request: Request
+    choice: int
+    arrival: int
+    """Place in the queue, kept for life: smaller came first."""
+    output_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    """Generated tokens whose results are back (or that the request entered with)."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = -1
+    """The executor's slot while running."""
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Counting the steps in flight."""
+    num_pending_tokens: int = 0
+    """Tokens that steps in flight sample."""
+    num_preemptions: int = 0
+    first_scheduled_ns: int = 0
+    """0: not yet."""
+    started: bool = False
+    """Its first row has left the scheduler."""
+    next_prompt_logprob: int = 0
+    """Prompt positions below it have been handed on."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        return self.request.num_prompt_tokens + len(self.output_token_ids) + self.num_pending_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens the next step may compute. None once everything the length allows is sampled or being sampled."""
+        known = self.num_known_tokens
+        return known - self.num_computed_tokens if known < self.request.max_total_tokens else 0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What the executor is told: prompt log probabilities are computed for choice 0 only, and not twice."""
+        request = self.request
+        if self.choice == 0 and self.next_prompt_logprob < request.num_prompt_tokens:
+            return request.sampling
+        return request.sampling_without_prompt_logprobs
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}/{self.choice}, {self.status.value}, slot {self.slot}, "
+            f"{self.request.num_prompt_tokens}+{len(self.output_token_ids)}+{self.num_pending_tokens} tokens, "
+            f"{self.num_computed_tokens} computed, pages {self.block_table})"
+        )
