@@ -226,3 +226,14 @@ def reference(kinds: Sequence[Option] | None = None) -> str:
         text = option.help + (f" One of {', '.join(f'`{c}`' for c in option.choices)}." if option.choices else "")
         lines.append(f"| {flag} | `{option.name}` | {shown} | {text} |")
     return "\n".join(lines).strip() + "\n"
+
+
+_HEAD = """# Configuration
+
+Every option of `ringserve serve`, as a flag and as a key of a TOML file given with `--config FILE`. Flags win over the
+file. An unknown option or key is an error. This page is generated: `python -m ringserve.options > docs/configuration.md`.
+
+"""
+
+if __name__ == "__main__":
+    print(_HEAD + reference(), end="")

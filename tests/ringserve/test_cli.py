@@ -1,0 +1,85 @@
+"""The command as a user types it: one line and a status for a mistake, never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringserve import __version__
+from ringserve.options import options
+
+
+def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ringserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"ringserve {__version__}\n"
+
+
+def test_help_names_every_flag() -> None:
+    text = run("serve", "--help").stdout
+    for option in options():
+        assert option.name == "model" or option.flag in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ((), 2, "the following arguments are required: COMMAND"),
+        (("serve", "--zebra"), 2, "unrecognized arguments: --zebra"),
+        (("serve", "--max-num", "3"), 2, "unrecognized arguments"),
+        (("serve", "--block-size", "9"), 2, "--block-size: 9 is not a power of two"),
+        (("serve", "--dtype", "int3"), 2, "invalid choice: 'int3'"),
+        (("serve", "--config", "/nowhere.toml"), 2, "/nowhere.toml: No such file"),
+        (("serve", "/nowhere/model"), 1, "/nowhere/model: no such file or directory"),
+        (("serve", "model.gguf"), 1, "model.gguf: no such file or directory"),
+        (("serve", "not-a-model"), 1, "not-a-model: no such file or directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_status(arguments: tuple[str, ...], status: int, words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == status
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("ringserve")
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    done = run("serve", str(tmp_path))
+    assert done.returncode == 1
+    assert "has no config.json" in done.stderr
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGML" + bytes(100))
+    done = run("serve", str(file))
+    assert done.returncode == 1
+    assert "is not a GGUF file" in done.stderr
+
+
+def test_chat_without_a_server() -> None:
+    done = run("chat", "--url", "http://127.0.0.1:9/v1", "--quick", "hi")
+    assert done.returncode == 1
+    assert "start a server with `ringserve serve`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_supervisor_side_imports_no_model_code() -> None:
+    code = (
+        "import sys, ringserve.launch, ringserve.model_source, ringserve.cli;"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'starlette', 'uvicorn', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
