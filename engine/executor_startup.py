@@ -1,0 +1,166 @@
+"""Everything that happens between an executor's settings and a model that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from ringserve.config import ExecutorSettings
+from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
+from ringserve.engine.kv_pool import KVPool, bytes_per_page
+from ringserve.engine.model_error import ModelError
+from ringserve.engine.model_limits import choose_max_model_len
+from ringserve.engine.model_loader import load_model, resolve_dtype
+from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.sampler import Sampler
+from ringserve.engine.self_check import check_model
+from ringserve.messages import (
+    ExecutorReady,
+    NewSequence,
+    SamplingDefaults,
+    SamplingParams,
+    SchedulerOutput,
+    pack_i32,
+)
+
+CHECKING = "checking the model"
+WARMING_UP = "warming up"
+Progress = Callable[[str, float], None]
+
+logger = logging.getLogger("ringserve.executor")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is the device's own choice where the user made none."""
+
+    name: str
+    page_size: int
+    max_num_batched_tokens: int
+
+
+CPU = Device(name="cpu", page_size=64, max_num_batched_tokens=256)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded, checked and warmed up model."""
+
+    runner: ModelRunner
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    architecture: str
+    defaults: SamplingDefaults
+    num_threads: int
+
+    def ready(self, load_seconds: float) -> ExecutorReady:
+        """The message that everybody waits for."""
+        return ExecutorReady(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=pack_i32(self.eos_token_ids),
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            device=self.device,
+            architecture=self.architecture,
+            defaults=self.defaults,
+            num_threads=self.num_threads,
+            load_seconds=load_seconds,
+        )
+
+
+def set_threads(threads: int) -> None:
+    """Size torch's pools; no gradients are ever wanted in this process."""
+    torch.set_num_threads(threads)
+    if torch.get_num_interop_threads() != 1:  # torch takes it once only
+        torch.set_num_interop_threads(1)
+    torch.set_grad_enabled(False)
+
+
+def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
+    """This version computes on CPUs."""
+    if asked == "cuda":
+        raise ModelError("device cuda is not supported by this version; leave --device out or set it to cpu")
+    return CPU
+
+
+def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -> Engine:
+    """Raises ModelError with one line where the model cannot be served as asked."""
+    device = choose_device(settings.config.device)
+    page_size = check_page_size(settings.config.block_size or device.page_size)
+    dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
+    loaded = load_model(settings.source, dtype, progress)
+    max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
+
+    progress(CHECKING, 0.0)
+    traced = check_model(loaded.model)
+    progress(CHECKING, 1.0)
+
+    budget = plan_kv(
+        bytes_per_page=bytes_per_page(traced.layers, page_size, dtype),
+        page_size=page_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        max_model_len_asked=settings.max_model_len is not None,
+        kv_cache_memory=settings.config.kv_cache_memory,
+        free_bytes=free_memory(),
+    )
+    if budget.note is not None:
+        logger.warning("%s", budget.note)
+    try:
+        pool = KVPool(traced.layers, budget.num_pages, page_size, dtype)
+    except MemoryError as error:
+        raise ModelError(
+            f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
+        ) from error
+    sampler = Sampler(traced.vocab_size, loaded.eos_token_ids, settings.max_num_seqs)
+    runner = ModelRunner(loaded.model, traced.modules, pool, sampler)
+
+    progress(WARMING_UP, 0.0)
+    warm_up(runner, page_size, min(budget.max_model_len, budget.num_pages * page_size))
+    progress(WARMING_UP, 1.0)
+    return Engine(
+        runner=runner,
+        vocab_size=traced.vocab_size,
+        max_model_len=budget.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        num_pages=budget.num_pages,
+        page_size=page_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens or device.max_num_batched_tokens,
+        dtype=dtype,
+        device=device.name,
+        architecture=loaded.architecture,
+        defaults=loaded.defaults,
+        num_threads=threads,
+    )
+
+
+def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
+    """Run a short prompt and a decode through slot 0 and page 1, then free the slot: libraries set themselves up at
+    their first call, and the first request should not wait for that."""
+    num_tokens = min(page_size - 1, capacity - 1, 8)
+    if num_tokens < 1:
+        return
+    sampling = SamplingParams(seed=0, temperature=0.0)
+    new = NewSequence(0, pack_i32([0] * num_tokens), num_tokens, 0, 0, sampling, 2)
+    one, none = pack_i32([1]), b""
+    slot = pack_i32([0])
+    runner.execute(SchedulerOutput(0, (new,), slot, pack_i32([num_tokens]), one, one, none))
+    runner.execute(SchedulerOutput(0, (), slot, one, pack_i32([0]), none, none))
+    runner.execute(SchedulerOutput(0, (), none, none, none, none, slot))

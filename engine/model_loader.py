@@ -1,0 +1,228 @@
+"""From files to a model whose attention is ours.
+
+A directory in Hugging Face layout goes through transformers' Auto classes; a GGUF file of the Llama family through
+``gguf_weights``; any other GGUF file is converted once, by transformers, into a directory in the user's cache. Whatever
+goes wrong is a ``ModelError``: one line with the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringserve.config import ModelSource
+from ringserve.engine.attention import ATTENTION_NAME, register_attention
+from ringserve.engine.gguf_weights import GgufFile, is_plain_llama, load_llama, open_gguf
+from ringserve.engine.model_error import ModelError, first_line
+from ringserve.engine.model_limits import eos_ids, sampling_defaults, text_config
+from ringserve.messages import SamplingDefaults
+
+Progress = Callable[[str, float], None]
+"""(stage, fraction)."""
+
+LOADING = "loading weights"
+CONVERTING = "converting the GGUF file (once)"
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be checked."""
+
+    model: nn.Module
+    config: Any
+    """transformers' configuration."""
+    architecture: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+
+
+def resolve_dtype(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """``auto``: bfloat16 where the processor computes in it, else float32."""
+    if dtype in DTYPES:
+        return dtype
+    if dtype != "auto":
+        raise ModelError(f"dtype {dtype} is not supported; choose auto, float32 or bfloat16 with --dtype")
+    flags: set[str] = set()
+    with cpuinfo.open() as lines:
+        for line in lines:
+            if line.startswith("flags"):
+                flags.update(line.partition(":")[2].split())
+                break
+    return "bfloat16" if flags & BFLOAT16_FLAGS else "float32"
+
+
+def load_model(source: ModelSource, dtype: str, progress: Progress, cache: Path | None = None) -> LoadedModel:
+    """Load ``source`` with weights of ``dtype`` (not auto). ``cache``: where converted files go; default: the user's."""
+    register_attention()
+    path = Path(source.path)
+    if not path.exists():
+        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id")
+    progress(LOADING, 0.0)
+    if source.kind == "directory":
+        return _load_directory(path, dtype, progress)
+    file = open_gguf(path)
+    if is_plain_llama(file):
+        model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
+        return LoadedModel(
+            model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults()
+        )
+    converted = _convert_gguf(file, dtype, progress, cache if cache is not None else _user_cache())
+    loaded = _load_directory(converted, dtype, progress)
+    ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)
+    return LoadedModel(loaded.model, loaded.config, loaded.architecture, dtype, ends, loaded.defaults)
+
+
+def _load_directory(path: Path, dtype: str, progress: Progress) -> LoadedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _read_config(path, AutoConfig)
+    with _quiet():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                attn_implementation=ATTENTION_NAME,
+                dtype=DTYPES[dtype],
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers and safetensors raise many types for damaged or foreign files
+            raise ModelError(_explain_load_failure(path, config, error)) from error
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise ModelError(
+            f"{path} lacks {len(lacking)} of the model's weights, first {lacking[0]}; download the checkpoint again"
+        )
+    progress(LOADING, 1.0)
+    generation = getattr(model, "generation_config", None) if (path / "generation_config.json").exists() else None
+    return LoadedModel(
+        model=model.eval(),
+        config=config,
+        architecture=type(model).__name__,
+        dtype=dtype,
+        eos_token_ids=eos_ids(generation, config, text_config(config)),
+        defaults=sampling_defaults(generation),
+    )
+
+
+def _read_config(path: Path, auto_config: Any) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no config.json; give a directory in Hugging Face layout or a GGUF file")
+    try:
+        raw = json.loads(file.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it is not a JSON object")
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} cannot be read ({first_line(error)}); download it again") from error
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        raise ModelError(
+            f"{path} is a quantised checkpoint, which is not supported; serve the original model, or a GGUF file of it"
+        )
+    with _quiet():
+        try:
+            config = auto_config.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # unknown architectures and odd configurations come as several types
+            kind = raw.get("model_type", "unknown")
+            if raw.get("auto_map"):
+                reason = "brings its own code, which is never run"
+            else:
+                reason = f"is of architecture '{kind}', which the installed transformers cannot load ({first_line(error)})"
+            raise ModelError(f"{path} {reason}; choose a model of an architecture in transformers") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{path} is an encoder-decoder ('{config.model_type}'); only decoders can be served")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path} has no *.safetensors files; convert the checkpoint to safetensors")
+    return config
+
+
+def _explain_load_failure(path: Path, config: Any, error: Exception) -> str:
+    text = first_line(error)
+    kind = getattr(config, "model_type", "unknown")
+    if "Unrecognized configuration class" in text:
+        return f"{path} ('{kind}') is not a decoder that generates text; choose a causal language model"
+    if type(error).__name__ == "SafetensorError" or "safetensor" in text.lower():
+        return f"the safetensors files of {path} are damaged ({text}); download them again"
+    return f"{path} ('{kind}') cannot be loaded ({type(error).__name__}: {text}); check or download the checkpoint again"
+
+
+def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -> Path:
+    """A directory with ``file``'s weights as safetensors; made once, kept under a key of the file's identity."""
+    stat = file.path.stat()
+    identity = f"{file.path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{dtype}"
+    target = cache / "gguf" / f"{file.path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if target.is_dir():
+        return target
+    if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
+        raise ModelError(
+            f"{file.path} is of architecture '{file.architecture}': converting it needs two more packages; "
+            "pip install 'ringserve[gguf]'"
+        )
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    progress(CONVERTING, 0.0)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                file.path.parent,
+                gguf_file=file.path.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=DTYPES[dtype],
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+            model.config.quantization_config = None
+            del model.config.quantization_config
+            model.save_pretrained(scratch)
+        with contextlib.suppress(OSError):  # another process was faster: its result is as good
+            scratch.rename(target)
+    except Exception as error:  # as in _load_directory
+        raise ModelError(
+            f"{file.path} (architecture '{file.architecture}') cannot be converted ({type(error).__name__}: "
+            f"{first_line(error)}); use the model's Hugging Face checkpoint"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    progress(CONVERTING, 1.0)
+    return target
+
+
+def _user_cache() -> Path:
+    """The XDG base directory specification's cache directory, for us."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "ringserve"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' bars and advice are not for our terminal; its errors come as exceptions."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
