@@ -28,10 +28,10 @@ class Server:
     Ends by ``stop``, or by leaving the context; output is kept in ``output()``.
     """
 
-    def __init__(self, *arguments: str, wait: bool = True) -> None:
+    def __init__(self, *arguments: str, wait: bool = True, port: int = 0) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ringserve", "serve", *arguments, "--port", "0"],
+            [sys.executable, "-P", "-m", "ringserve", "serve", *arguments, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
