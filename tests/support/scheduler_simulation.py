@@ -34,6 +34,7 @@ from ringserve.messages import (
     TokenOutputs,
     pack_f32,
     pack_i32,
+    pack_u64,
     unpack_f32,
     unpack_i32,
     unpack_u64,
@@ -93,7 +94,7 @@ def make_request(
 
 def draw(history: list[int], num_prompt_tokens: int, choice: int, sampling: SamplingParams) -> int:
     """The token after ``history``; before min_tokens none that could end the sequence."""
-    token = zlib.crc32(pack_i32([sampling.seed, choice, *history])) % VOCAB_SIZE
+    token = zlib.crc32(pack_u64([sampling.seed, choice, *history])) % VOCAB_SIZE
     if len(history) - num_prompt_tokens < sampling.min_tokens:
         barred = {*unpack_i32(sampling.stop_token_ids), *(() if sampling.ignore_eos else EOS)}
         while token in barred:

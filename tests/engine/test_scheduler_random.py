@@ -1,0 +1,195 @@
+"""Random operations on the scheduler against an executor that reads its pages back."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ringserve.messages import ALL_CHOICES, ResumedChoice, TokenizedRequest, pack_i32
+from tests.support.scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come and go at any time; results are late by up to two steps."""
+
+    engine: Engine
+
+    @initialize(
+        page_size=st.sampled_from([4, 16, 64]),
+        num_pages=st.integers(1, 9),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 48),
+        max_model_len=st.integers(8, 200),
+        max_steps_in_flight=st.integers(1, 2),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        max_num_seqs: int,
+        budget: int,
+        max_model_len: int,
+        max_steps_in_flight: int,
+    ) -> None:
+        ready = executor_ready(page_size, num_pages, max_num_seqs, budget, max_model_len)
+        self.engine = Engine(ready, max_steps_in_flight)
+        self.requests: dict[int, TokenizedRequest] = {}
+        self.aborted: set[tuple[int, int]] = set()
+        self.failing: set[tuple[int, int]] = set()
+
+    @rule(
+        prompt_fraction=st.floats(0, 1),
+        max_tokens=st.integers(0, 60),
+        n=st.integers(1, 3),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (3,), (3, 4, 5, 6)]),
+        min_tokens=st.integers(0, 12),
+        logprobs=st.integers(-1, 2),
+        prompt_logprobs=st.integers(-1, 0),
+        resumed_fractions=st.lists(st.floats(0, 1) | st.none(), max_size=3),
+        fails=st.integers(0, 30),
+    )
+    def add(
+        self,
+        prompt_fraction: float,
+        max_tokens: int,
+        n: int,
+        ignore_eos: bool,
+        stop_token_ids: tuple[int, ...],
+        min_tokens: int,
+        logprobs: int,
+        prompt_logprobs: int,
+        resumed_fractions: list[float | None],
+        fails: int,
+    ) -> None:
+        request_id = len(self.requests) + (1 << 48)
+        num_prompt_tokens = 1 + int(prompt_fraction * self.engine.max_model_len)
+
+        def build(resumed: tuple[ResumedChoice, ...]) -> TokenizedRequest:
+            return make_request(
+                request_id,
+                num_prompt_tokens,
+                max_tokens,
+                n=n,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stop_token_ids,
+                min_tokens=min_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                resumed=resumed,
+            )
+
+        request = build(())
+        resumed = []
+        if num_prompt_tokens < self.engine.max_model_len:
+            for choice, fraction in enumerate(resumed_fractions[:n]):
+                tokens, reason, _ = run_alone(request, choice, self.engine.max_model_len)
+                if fraction is None:
+                    finish = "stop" if reason == "stop" else "length"
+                    resumed.append(ResumedChoice(choice, pack_i32(tokens), 0, finish))  # type: ignore[arg-type]
+                else:
+                    resumed.append(ResumedChoice(choice, pack_i32(tokens[: int(fraction * len(tokens))]), 0))
+        request = build(tuple(resumed))
+        refused = self.engine.add(request)
+        assert (refused is not None) == (num_prompt_tokens >= self.engine.max_model_len)
+        if refused is None:
+            self.requests[request_id] = request
+            if fails < 3:
+                self.engine.executor.fail_at[request.sampling.seed, 0] = fails
+                self.failing.add((request_id, 0))
+
+    @rule(which=st.integers(0, 30), choice=st.integers(-1, 2), stop=st.booleans())
+    def abort(self, which: int, choice: int, stop: bool) -> None:
+        """Of a request that may be waiting, running, preempted, over or never heard of."""
+        request_id = (1 << 48) + which % (len(self.requests) + 2)
+        before = {key for key, collected in self.engine.choices.items() if collected.finishes}
+        self.engine.abort(request_id, choice, "stop" if stop else "abort")
+        for key, collected in self.engine.choices.items():
+            if collected.finishes and key not in before:
+                assert key[0] == request_id
+                assert choice in (ALL_CHOICES, key[1])
+                assert collected.finishes[0].reason == ("stop" if stop else "abort")
+                self.aborted.add(key)
+
+    @rule()
+    def schedule(self) -> None:
+        self.engine.schedule()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule(times=st.integers(1, 2))
+    def deliver(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.deliver()
+
+    @rule(times=st.integers(1, 40))
+    def steps(self, times: int) -> None:
+        """As the loop does it."""
+        for _ in range(times):
+            while self.engine.schedule() is not None:
+                pass
+            self.engine.deliver()
+
+    @invariant()
+    def one_end_each(self) -> None:
+        if hasattr(self, "engine"):
+            assert all(len(collected.finishes) <= 1 for collected in self.engine.choices.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        self.engine.check_empty()
+        for request in self.requests.values():
+            entered = {choice.choice: choice for choice in request.resumed}
+            for choice in range(request.n):
+                key = (request.request_id, choice)
+                if choice in entered and entered[choice].finish_reason is not None:
+                    assert key not in self.engine.choices
+                    continue
+                self.check_choice(request, choice, self.engine.choices[key], entered.get(choice))
+        self.check_prompt_logprobs()
+
+    def check_choice(
+        self, request: TokenizedRequest, choice: int, collected: Collected, resumed: ResumedChoice | None
+    ) -> None:
+        key = (request.request_id, choice)
+        assert len(collected.starts) == 1
+        assert len(collected.finishes) == 1
+        tokens, reason, stop_token_id = run_alone(request, choice, self.engine.max_model_len)
+        tokens = tokens[len(resumed.token_ids) // 4 :] if resumed is not None else tokens
+        if key in self.aborted or collected.finishes[0].reason == "error":
+            assert key in self.aborted or key in self.failing
+            assert collected.tokens == tokens[: len(collected.tokens)]
+        else:
+            assert collected.end == (tokens, reason, stop_token_id)
+        if request.sampling.logprobs >= 0:
+            assert [entry[0] for entry in collected.logprobs if entry is not None] == collected.tokens
+        else:
+            assert collected.logprobs == [None] * len(collected.tokens)
+
+    def check_prompt_logprobs(self) -> None:
+        """Ascending, each position once, and all of them where the choice got as far as a token."""
+        positions: dict[int, list[int]] = {}
+        for chunk in self.engine.prompt_logprobs:
+            positions.setdefault(chunk.request_id, []).extend(
+                range(chunk.start, chunk.start + len(chunk.columns.counts) // 4)
+            )
+        for request_id, seen in positions.items():
+            assert self.requests[request_id].sampling.prompt_logprobs >= 0
+            assert seen == list(range(len(seen)))
+        for request_id, request in self.requests.items():
+            first = self.engine.choices.get((request_id, 0))
+            if request.sampling.prompt_logprobs >= 0 and first is not None and first.tokens:
+                assert len(positions[request_id]) == len(request.prompt_token_ids) // 4
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
