@@ -76,6 +76,15 @@ def _gather(pages: torch.Tensor, page_ids: torch.Tensor, num_sequences: int, nam
     return target.view(num_sequences, kv_heads, per_sequence * page_size, dim)
 
 
+def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, blocks: tuple[slice, ...]) -> torch.Tensor:
+    """``weights @ values``, summed block after block in the order of the keys."""
+    first, *others = blocks
+    result = torch.bmm(weights[:, :, first], values[:, first])
+    for block in others:
+        result.baddbmm_(weights[:, :, block], values[:, block])
+    return result
+
+
 def _decode(
     group: DecodeGroup,
     q: torch.Tensor,
@@ -109,7 +118,8 @@ def _decode(
         scores.div_(softcap).tanh_().mul_(softcap)
     if group.hidden is not None:
         scores.view(size, kv_heads, num_rows, num_keys).masked_fill_(group.hidden, -torch.inf)
-    result = torch.bmm(torch.softmax(scores, -1), values).view(size, kv_heads, num_rows, value_dim)[:, :, :heads_per_kv]
+    result = _weighted_sum(torch.softmax(scores, -1), values, group.blocks)
+    result = result.view(size, kv_heads, num_rows, value_dim)[:, :, :heads_per_kv]
     if sinks is not None:
         total = torch.logsumexp(scores, -1).view(size, kv_heads, num_rows)[:, :, :heads_per_kv]
         result = result * torch.sigmoid(total - sinks.view(kv_heads, heads_per_kv)).unsqueeze(-1)
@@ -152,8 +162,8 @@ def _prefill(
             scores.div_(softcap).tanh_().mul_(softcap)
         by_token = scores[:, :used_rows].view(kv_heads, num_tokens, heads_per_kv, num_keys)
         by_token[..., tile.first_hidden :].masked_fill_(tile.hidden, -torch.inf)
-        result = torch.bmm(torch.softmax(scores, -1), values[:, tile.keys])[:, :used_rows]
-        result = result.view(kv_heads, num_tokens, heads_per_kv, value_dim)
+        result = _weighted_sum(torch.softmax(scores, -1), values[:, tile.keys], tile.blocks)
+        result = result[:, :used_rows].view(kv_heads, num_tokens, heads_per_kv, value_dim)
         if sinks is not None:
             total = torch.logsumexp(by_token, -1)
             result = result * torch.sigmoid(total - sinks).unsqueeze(-1)

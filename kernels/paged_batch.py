@@ -5,14 +5,16 @@ layer of a step with the same window and head count, so it is planned once and k
 
 The plan keeps each row's result independent of how its prompt was cut into chunks, and of who else is in the batch:
 tiles of query rows begin at absolute multiples of ``QUERY_TILE``, gathered keys begin at a position that depends on the
-tile alone, and no matrix product has fewer than ``MIN_ROWS`` rows (below that, BLAS libraries switch to kernels that add
-in another order).
+tile alone, sums over keys go through blocks of a size that depends on the position in the row alone (a BLAS library cuts
+a long sum where it pleases, depending on its length), and no matrix product has fewer than ``MIN_ROWS`` rows (below that,
+the library switches to kernels that add in another order).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -20,14 +22,31 @@ import torch
 QUERY_TILE = 128
 """Query rows of one sequence that are computed together."""
 
-KEY_GRANULE = 64
-"""Gathered keys come in multiples of this many (or of the page size where that is larger)."""
+KEY_BLOCK = 128
+"""Keys that one matrix product sums over, and the multiple in which they are gathered, in short rows ..."""
+
+LONG_KEY_BLOCK = 512
+"""... and beyond ``LONG_ROW`` keys, where the number of products would count."""
+
+LONG_ROW = 1024
 
 MIN_ROWS = 8
 """Fewest rows of a matrix product."""
 
 GROUP_ELEMENTS = 1 << 18
 """Key elements of one gather of decode rows (1 MiB of float32): what is gathered should still be in the cache when used."""
+
+
+def padded_keys(num_keys: int) -> int:
+    """``num_keys`` rounded up to whole blocks."""
+    block = KEY_BLOCK if num_keys <= LONG_ROW else LONG_KEY_BLOCK
+    return -(-num_keys // block) * block
+
+
+def key_blocks(num_keys: int) -> tuple[slice, ...]:
+    """The blocks of a row of ``padded_keys``; those of a shorter row are the first ones of a longer row."""
+    edges = [*range(0, min(num_keys, LONG_ROW), KEY_BLOCK), *range(LONG_ROW, num_keys, LONG_KEY_BLOCK), num_keys]
+    return tuple(slice(start, end) for start, end in pairwise(edges))
 
 
 class Workspace:
@@ -60,6 +79,8 @@ class DecodeGroup:
     """bool [B, 1, 1, N]: columns that the query must not see; None where it sees all."""
     unwritten: torch.Tensor | None
     """int64: rows of the gathered values ``[B * kv_heads * N, value_dim]`` that no token of the sequence wrote."""
+    blocks: tuple[slice, ...]
+    """Of the N keys, summed one after the other."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,8 @@ class QueryTile:
     """Columns of ``keys`` before this one are visible to every row."""
     hidden: torch.Tensor
     """bool [rows, 1, columns from ``first_hidden``]."""
+    blocks: tuple[slice, ...]
+    """Of ``keys``, summed one after the other."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class PrefillSequence:
     page_ids: torch.Tensor
     """int64 [pages]."""
     num_keys: int
-    """Gathered, a multiple of the granule."""
+    """Gathered, whole blocks."""
     written: int
     """Of those, keys that the sequence has written."""
     tiles: tuple[QueryTile, ...]
@@ -131,7 +154,8 @@ class PagedBatch:
         return plan
 
     def _make_plan(self, page_size: int, kv_heads: int, key_dim: int, window: int | None) -> Plan:
-        granule = max(KEY_GRANULE, page_size)
+        if KEY_BLOCK % page_size:
+            raise ValueError(f"the page size must divide {KEY_BLOCK}, {page_size} does not")
         decodes: list[tuple[int, int, int]] = []
         prefills: list[PrefillSequence] = []
         for b, context_len in enumerate(self.context_lens):
@@ -139,10 +163,10 @@ class PagedBatch:
                 raise ValueError(f"sequence {b} has {context_len} tokens but {len(self.block_tables[b])} pages")
             num_queries = self.query_start[b + 1] - self.query_start[b]
             if num_queries == 1:
-                first_key = _first_key(context_len - 1, window, granule)
-                decodes.append((-(-(context_len - first_key) // granule) * granule, first_key, b))
+                first_key = _first_key(context_len - 1, window)
+                decodes.append((padded_keys(context_len - first_key), first_key, b))
             elif num_queries > 1:
-                prefills.append(self._plan_prefill(b, page_size, granule, window))
+                prefills.append(self._plan_prefill(b, page_size, window))
         decodes.sort()
         groups = _groups(decodes, kv_heads * key_dim)
         return Plan(tuple(self._plan_decodes(g, page_size, kv_heads, window) for g in groups), tuple(prefills))
@@ -170,20 +194,20 @@ class PagedBatch:
             num_keys=num_keys,
             hidden=hidden[:, None, None, :] if bool(hidden.any()) else None,
             unwritten=rows if len(rows) else None,
+            blocks=key_blocks(num_keys),
         )
 
-    def _plan_prefill(self, b: int, page_size: int, granule: int, window: int | None) -> PrefillSequence:
+    def _plan_prefill(self, b: int, page_size: int, window: int | None) -> PrefillSequence:
         start, end = self.query_start[b], self.query_start[b + 1]
         context_len = self.context_lens[b]
         first_position = context_len - (end - start)
-        base = _first_key(first_position, window, granule)
-        num_keys = -(-(context_len - base) // granule) * granule
+        base = _first_key(first_position, window)
         tiles: list[QueryTile] = []
         position = first_position
         while position < context_len:
             tile_end = min((position // QUERY_TILE + 1) * QUERY_TILE, context_len)
-            first_key = _first_key(position, window, granule)
-            end_key = first_key + -(-(tile_end - first_key) // granule) * granule
+            first_key = _first_key(position, window)
+            end_key = first_key + padded_keys(tile_end - first_key)
             first_hidden = 0 if window is not None else position + 1 - first_key
             queries = torch.arange(position, tile_end)[:, None]
             keys = torch.arange(first_key + first_hidden, end_key)[None, :]
@@ -197,9 +221,11 @@ class PagedBatch:
                     keys=slice(first_key - base, end_key - base),
                     first_hidden=first_hidden,
                     hidden=hidden[:, None, :],
+                    blocks=key_blocks(end_key - first_key),
                 )
             )
             position = tile_end
+        num_keys = max(tile.keys.stop for tile in tiles)
         return PrefillSequence(
             page_ids=self._pages(b, base, num_keys, page_size),
             num_keys=num_keys,
@@ -208,12 +234,12 @@ class PagedBatch:
         )
 
 
-def _first_key(position: int, window: int | None, granule: int) -> int:
+def _first_key(position: int, window: int | None) -> int:
     """Position of the first key gathered for a query: one for all queries of its tile."""
     if window is None:
         return 0
     tile_start = position // QUERY_TILE * QUERY_TILE
-    return max(0, tile_start - window + 1) // granule * granule
+    return max(0, tile_start - window + 1) // KEY_BLOCK * KEY_BLOCK
 
 
 def _groups(decodes: list[tuple[int, int, int]], elements_per_key: int) -> Iterator[list[tuple[int, int, int]]]:
