@@ -1,0 +1,202 @@
+"""The samplers of all slots: what each sequence asked for, and what drawing its next token depends on.
+
+A slot's state is a pure function of (sampling parameters, choice, prompt, tokens generated so far): ``reset`` rebuilds it
+from the ids, ``sample`` advances it by the token it draws, and both ways lead to the same state. A uniform depends on the
+request's seed, the choice and the position of the token alone, never on the batch or on how often a sequence was
+interrupted. ARCHITECTURE.md, "Sampling", is the definition; the arithmetic is in ``kernels/``.
+
+This module knows no page, no model and no message other than the parameters and the log-probability columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringserve.kernels.logprobs import RowLogprobs, row_logprobs
+from ringserve.kernels.penalties import TokenCounts
+from ringserve.kernels.philox import philox4x32, uniforms
+from ringserve.kernels.sampling import SAMPLED_TOKEN, clean, draw
+from ringserve.messages import LogprobColumns, SamplingParams, pack_f32, pack_i32
+
+NO_FINITE_LOGIT = "the model gave no finite logit for any token that may be drawn"
+
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A step's tokens."""
+
+    token_ids: list[int | None]
+    """One for each row; None where the row is in ``failed``."""
+    logprobs: LogprobColumns | None
+    """One entry for each drawn token (failed rows have none); None where no row asked."""
+    failed: list[tuple[int, str]]
+    """(slot, reason)."""
+
+
+class _Slot:
+    """One sequence's sampler."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        choice: int,
+        token_ids: NDArray[np.int32],
+        num_prompt_tokens: int,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self.sampling = sampling
+        self.choice = choice
+        self.length = len(token_ids)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.key = (sampling.seed & _WORD, sampling.seed >> 32 & _WORD)
+        bias_ids = np.frombuffer(sampling.logit_bias_ids, dtype=np.int32)
+        known = (bias_ids >= 0) & (bias_ids < vocab_size)
+        self.bias_ids = bias_ids[known].astype(np.int64)
+        self.bias_values = np.frombuffer(sampling.logit_bias_values, dtype=np.float32)[known]
+        ends = set(np.frombuffer(sampling.stop_token_ids, dtype=np.int32).tolist())
+        if not sampling.ignore_eos:
+            ends.update(eos_token_ids)
+        self.end_ids = np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
+        self.has_penalties = (
+            sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        )
+        self.counts = (
+            TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
+        )
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is just the largest logit."""
+        return self.sampling.temperature == 0.0 and not self._changes_logits
+
+    @property
+    def _hides_ends(self) -> bool:
+        return self.length - self.num_prompt_tokens < self.sampling.min_tokens and len(self.end_ids) > 0
+
+    @property
+    def _changes_logits(self) -> bool:
+        return self.has_penalties or len(self.bias_ids) > 0 or self._hides_ends
+
+    def process(self, row: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Bias, penalties and the mask of min_tokens; the row itself where there is nothing to do."""
+        if not self._changes_logits:
+            return row
+        row = row.copy()
+        row[self.bias_ids] += self.bias_values
+        if self.counts is not None:
+            sampling = self.sampling
+            self.counts.penalize(
+                row, sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+            )
+        if self._hides_ends:
+            row[self.end_ids] = -np.inf
+        return row
+
+    def counter(self) -> tuple[int, int, int, int]:
+        """The Philox counter of the next token."""
+        return (self.length & _WORD, self.choice & _WORD, SAMPLED_TOKEN, 0)
+
+    def append(self, token_id: int) -> None:
+        """Advance by the token drawn."""
+        self.length += 1
+        if self.counts is not None:
+            self.counts.add_generated(token_id)
+
+
+class Sampler:
+    """Samplers for slots ``0 .. num_slots - 1``."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], num_slots: int) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._slots: list[_Slot | None] = [None] * num_slots
+
+    def reset(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        choice: int,
+        token_ids: NDArray[np.int32] | Sequence[int],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Give ``slot`` to a sequence with these tokens (prompt and generated ones)."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        self._slots[slot] = _Slot(sampling, choice, ids, num_prompt_tokens, self._eos_token_ids, self._vocab_size)
+
+    def sample(self, slots: Sequence[int], logits: NDArray[np.float32]) -> Sampled:
+        """Draw one token for each of ``slots`` (distinct) from its row of ``logits [rows, vocab]`` and advance it.
+
+        A row that nothing can be drawn from is reported and its slot stays as it was. Raises KeyError for a slot that
+        was never reset.
+        """
+        states = [self._state(slot) for slot in slots]
+        token_ids: list[int | None] = [None] * len(states)
+        greedy = [i for i, state in enumerate(states) if state.is_plain_greedy]
+        if greedy:
+            best = logits.argmax(axis=1) if len(greedy) == len(states) else logits[greedy].argmax(axis=1)
+            for i, token_id in zip(greedy, best.tolist(), strict=True):
+                # argmax finds a NaN first: such rows take the slow path.
+                if np.isfinite(logits[i, token_id]):
+                    token_ids[i] = token_id
+        others = [i for i, token_id in enumerate(token_ids) if token_id is None]
+        if others:
+            drawn = self._uniforms([states[i] for i in others])
+            for i, uniform in zip(others, drawn, strict=True):
+                token_ids[i] = self._draw(states[i], logits[i], uniform)
+        failed: list[tuple[int, str]] = []
+        columns: list[RowLogprobs | None] = []
+        for slot, state, token_id, row in zip(slots, states, token_ids, logits, strict=True):
+            if token_id is None:
+                failed.append((slot, NO_FINITE_LOGIT))
+                continue
+            k = state.sampling.logprobs
+            columns.append(row_logprobs(row, token_id, k) if k >= 0 else None)
+            state.append(token_id)
+        wanted = any(entry is not None for entry in columns)
+        return Sampled(token_ids, _pack(columns) if wanted else None, failed)
+
+    def prompt_logprobs(
+        self, logits: NDArray[np.float32], next_token_ids: Sequence[int] | NDArray[np.int32], k: int
+    ) -> LogprobColumns:
+        """Log probabilities of prompt tokens ``next_token_ids [n]`` given the rows ``logits [n, vocab]`` before them."""
+        ids = np.asarray(next_token_ids).tolist()
+        return _pack([row_logprobs(row, token_id, k) for row, token_id in zip(logits, ids, strict=True)])
+
+    def _state(self, slot: int) -> _Slot:
+        state = self._slots[slot]
+        if state is None:
+            raise KeyError(f"slot {slot} was never reset")
+        return state
+
+    @staticmethod
+    def _uniforms(states: list[_Slot]) -> list[float]:
+        counters = np.array([state.counter() for state in states], dtype=np.uint32)
+        keys = np.array([state.key for state in states], dtype=np.uint32)
+        return uniforms(philox4x32(counters, keys)[:, 0]).tolist()
+
+    @staticmethod
+    def _draw(state: _Slot, row: NDArray[np.float32], uniform: float) -> int | None:
+        processed = clean(state.process(row))
+        if processed is None:
+            return None
+        sampling = state.sampling
+        if sampling.temperature == 0.0:
+            return int(processed.argmax())
+        return draw(processed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform)
+
+
+def _pack(rows: list[RowLogprobs | None]) -> LogprobColumns:
+    entries = [row for row in rows if row is not None]
+    return LogprobColumns(
+        counts=pack_i32(0 if row is None else len(row.token_ids) for row in rows),
+        token_ids=pack_i32(token_id for row in entries for token_id in row.token_ids),
+        values=pack_f32(value for row in entries for value in row.values),
+        ranks=pack_i32(row.rank for row in entries),
+    )
