@@ -1,0 +1,139 @@
+"""uvicorn, quietened: no signal handlers, no periodic tick, a socket of our own, and bounded shutdown.
+
+An idle server makes no wake-ups: uvicorn's loop that looks around ten times a second is replaced by an event, and the
+Date header that it kept up to date is added by ``edge``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Callable, Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ringserve.frontend.context import TRANSPORT_KEY
+from ringserve.frontend.errors import invalid
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_SECONDS = 75
+_BACKLOG = 2048
+_CLOSE_SECONDS = 2.0
+
+
+class BindError(Exception):
+    """The address cannot be listened on; the message has the remedy."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address; port 0 takes a free one."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise BindError(f"cannot listen on {host}: {error.strerror or error}; choose another with --host") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise BindError(f"port {port} on {host} is already in use; choose another with --port") from None
+        option = "--port" if error.errno == errno.EACCES else "--host"
+        raise BindError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {option}") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where to reach it from this machine."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol, with the transport in reach of the application and JSON for broken requests."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, dict[object, object]] = {TRANSPORT_KEY: {"transport": self.transport}}
+        self.scope["extensions"] = extensions
+
+    def send_400_response(self, msg: str) -> None:
+        body = invalid(msg).encoded()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until ``stop``."""
+
+    def __init__(self, app: ASGIApp, on_listening: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            backlog=_BACKLOG,
+        )
+        super().__init__(config)
+        self._on_listening = on_listening
+        self._stop = asyncio.Event()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server_state.connections)
+
+    def stop(self) -> None:
+        """Close everything and let ``serve`` return."""
+        self.should_exit = True
+        self._stop.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def main_loop(self) -> None:
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers that are complete get a moment to reach their clients; whoever is left is cut off."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        connections, tasks = self.server_state.connections, self.server_state.tasks
+        for connection in list(connections):
+            connection.shutdown()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CLOSE_SECONDS
+        while connections and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in list(connections):
+            connection.transport.abort()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals belong to the process's skeleton."""
+        yield
