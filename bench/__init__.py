@@ -1,0 +1,1 @@
+"""Benchmarks: commands whose results are kept in ``bench/results``."""

@@ -1,0 +1,173 @@
+"""Decode throughput through HTTP with streaming against plain ``transformers.generate``, interleaved in one run.
+
+    python -P -m bench.decode --output bench/results/decode.json
+
+Both sides compute the default model in the same dtype on the same number of threads, with the same prompts and forced
+lengths, timed by this process's clock. Plain transformers keeps its KV cache, runs in inference mode, is warmed up, and
+answers one request after the other; ringserve gets all of them at once. The side that does not run is idle: a server
+without requests uses no CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.machine import OtherLoad, describe, tree_seconds
+from bench.server import BenchServer
+from bench.sse_client import Stream, stream_completion
+from ringserve.engine.gguf_weights import load_llama, open_gguf
+from ringserve.model_source import resolve_model
+
+
+def main() -> int:
+    """Measure, print, and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+
+    generator = torch.Generator().manual_seed(7)
+    prompts = torch.randint(1000, 40000, (options.requests, options.prompt_tokens), generator=generator).tolist()
+    console = Console(stderr=True)
+    with BenchServer("--dtype", options.dtype, "--threads", str(options.threads)) as server, Progress(
+        console=console
+    ) as progress:
+        task = progress.add_task("warming up", total=2 * options.rounds + 1)
+        plain = PlainTransformers(options.dtype, options.threads)
+        plain.answer(prompts[:1], 8)
+        asyncio.run(ask_all(server, prompts, 8))
+        progress.advance(task)
+        plain_rates, served_rates, streams, hops, others = [], [], [], [], []
+        for _ in range(options.rounds):
+            progress.update(task, description="transformers generate")
+            plain_rates.append(plain.answer(prompts, options.output_tokens))
+            progress.advance(task)
+            progress.update(task, description="ringserve")
+            before, load, own = hop_sums(server.url), OtherLoad(), time.process_time() + tree_seconds(server.pids())
+            started = time.perf_counter()
+            streams += asyncio.run(ask_all(server, prompts, options.output_tokens))
+            served_rates.append(options.requests * options.output_tokens / (time.perf_counter() - started))
+            others.append(load.cores(time.process_time() + tree_seconds(server.pids()) - own))
+            hops.append(difference(before, hop_sums(server.url)))
+            progress.advance(task)
+    result = {
+        "command": " ".join(["python -P -m bench.decode", *sys.argv[1:]]),
+        "machine": describe(),
+        "load": {key: value for key, value in vars(options).items() if key != "output"},
+        "transformers_tokens_per_s": plain_rates,
+        "ringserve_tokens_per_s": served_rates,
+        "medians": {
+            "transformers": statistics.median(plain_rates),
+            "ringserve": statistics.median(served_rates),
+            "ratio": statistics.median(served_rates) / statistics.median(plain_rates),
+        },
+        "ttft_ms_p50": statistics.median(stream.arrivals[0] - stream.sent for stream in streams) * 1e3,
+        "itl_ms_p50": statistics.median(gap for stream in streams for gap in gaps(stream)) * 1e3,
+        "itl_ms_p99": percentile([gap for stream in streams for gap in gaps(stream)], 0.99) * 1e3,
+        "hops_us_per_step": mean_of(hops),
+        "other_processes_cores": others,
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+    if max(others) > 0.1:
+        console.print(f"other processes used up to {max(others):.2f} cores: not a quiet machine")
+    return 0
+
+
+class PlainTransformers:
+    """The default model with transformers' own attention and cache."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        source = resolve_model(None, None, None)
+        self._model = load_llama(open_gguf(Path(source.path)), getattr(torch, dtype), "sdpa", lambda _fraction: None)
+
+    def answer(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+        """Generate for one prompt after the other; returns output tokens per second."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for prompt in prompts:
+                ids = torch.tensor([list(prompt)])
+                output: Any = self._model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=output_tokens,
+                    min_new_tokens=output_tokens,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+                assert output.shape[1] == len(prompt) + output_tokens
+        return len(prompts) * output_tokens / (time.perf_counter() - started)
+
+
+async def ask_all(server: BenchServer, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Stream]:
+    """All prompts at once."""
+    body = {"model": server.model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    streams = await asyncio.gather(
+        *(stream_completion(server.host, server.port, {**body, "prompt": prompt}) for prompt in prompts)
+    )
+    for stream in streams:
+        assert stream.usage is not None
+        assert stream.usage["completion_tokens"] == output_tokens
+    return list(streams)
+
+
+def gaps(stream: Stream) -> list[float]:
+    """Seconds between a stream's chunks."""
+    return [later - earlier for earlier, later in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def hop_sums(url: str) -> dict[str, tuple[float, float]]:
+    """(seconds, count) of each hop so far."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        if family.name == "ringserve_hop_seconds":
+            for sample in family.samples:
+                found.setdefault(sample.labels["hop"], {})[sample.name.rpartition("_")[2]] = sample.value
+    return {hop: (parts["sum"], parts["count"]) for hop, parts in found.items()}
+
+
+def difference(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Mean microseconds of each hop between two readings."""
+    means = {}
+    for hop, (seconds, count) in after.items():
+        old_seconds, old_count = before.get(hop, (0.0, 0.0))
+        if count > old_count:
+            means[hop] = (seconds - old_seconds) / (count - old_count) * 1e6
+    return means
+
+
+def mean_of(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median over the rounds, hop by hop."""
+    return {hop: round(statistics.median(r[hop] for r in rounds if hop in r), 1) for hop in rounds[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Greedy output in float32 equals ``transformers``' ``generate``, however the work is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_core import EngineCore, LoadedExecutor, default_model, greedy
+from reference import Reference, assert_equal_but_for_ties, generate, plain_model, prompts
+
+from ringserve.config import TokenizerSettings
+from ringserve.engine.tokenizer_loader import load_tokenizer
+
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Reference]:
+    torch.set_num_threads(2)
+    source = default_model()
+    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).tokenizer
+    return generate(plain_model(source), prompts(tokenizer), NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[LoadedExecutor]:
+    loaded = LoadedExecutor(default_model(), "float32", threads=2, max_model_len=2048)
+    yield loaded
+    loaded.actor.shutdown()
+
+
+def outputs(core: EngineCore, references: list[Reference]) -> list[list[int]]:
+    core.run(greedy(index, reference.prompt, NEW_TOKENS) for index, reference in enumerate(references))
+    assert all(core.results[index, 0].reason == "length" for index in range(len(references)))
+    return [core.results[index, 0].token_ids for index in range(len(references))]
+
+
+def test_one_after_the_other(executor: LoadedExecutor, references: list[Reference]) -> None:
+    core = EngineCore(executor)
+    got = []
+    for index, reference in enumerate(references):
+        core.run([greedy(index, reference.prompt, NEW_TOKENS)])
+        got.append(core.results[index, 0].token_ids)
+    assert_equal_but_for_ties(references, got)
+
+
+def test_all_at_once(executor: LoadedExecutor, references: list[Reference]) -> None:
+    core = EngineCore(executor)
+    assert_equal_but_for_ties(references, outputs(core, references))
+    assert core.stats is not None
+    assert core.stats.num_preemptions == 0
+    assert core.stats.num_free_pages == core.stats.num_pages
+
+
+def test_with_a_budget_of_32_tokens_per_step(executor: LoadedExecutor, references: list[Reference]) -> None:
+    core = EngineCore(executor, max_num_batched_tokens=32)
+    assert_equal_but_for_ties(references, outputs(core, references))
+    assert max(times.num_tokens for times in core.times) <= 32
+
+
+def test_with_so_few_pages_that_sequences_are_preempted(executor: LoadedExecutor, references: list[Reference]) -> None:
+    longest = max(len(reference.prompt) for reference in references) + NEW_TOKENS
+    pages = -(-longest // executor.ready.page_size) + 4
+    core = EngineCore(executor, num_pages=pages, max_model_len=longest)
+    assert_equal_but_for_ties(references, outputs(core, references))
+    assert core.stats is not None
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_free_pages == core.stats.num_pages
+
+
+def test_two_steps_are_in_flight(executor: LoadedExecutor, references: list[Reference]) -> None:
+    """Step k+1 was planned before step k's result was sent."""
+    core = EngineCore(executor)
+    core.run(greedy(index, references[4].prompt, 64) for index in range(8))
+    decodes = [times for times in core.times if times.num_tokens == times.num_sequences == 8]
+    assert len(decodes) > 50
+    ahead = sum(
+        later.scheduled_ns < earlier.executor_finished_ns
+        for earlier, later in zip(decodes, decodes[1:], strict=False)
+    )
+    assert ahead >= 0.9 * (len(decodes) - 1)
