@@ -1,0 +1,174 @@
+"""Channels: one direction between two processes.
+
+The creator (the supervisor) makes the doorbells and the channels, hands the ends to the processes it spawns, and
+closes its own descriptors. An end is attached in the process that uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
+from ringserve.shm.doorbell import DoorbellHandle
+from ringserve.shm.fallback import PAGE_SIZE
+from ringserve.shm.roles import Consumer, Producer
+from ringserve.shm.support import Transport, choose_transport
+
+MIN_CAPACITY = 64 * 1024
+MAX_CAPACITY = 1 << 30
+MAX_FRAME = 64 * 1024
+MAX_SEND_BUFFER = 104 * 1024  # half of the kernel's usual limit (net.core.wmem_max): see SocketProducer.close
+
+
+@dataclass(frozen=True)
+class RingCarrier:
+    """A ring segment, and what its header must say."""
+
+    segment: Descriptor
+    capacity: int
+    max_frame: int
+    ring_id: int
+    session_id: int
+
+    def open_producer(self, name: str, peer: DoorbellHandle) -> Producer:
+        from ringserve.shm.ring_ends import RingProducer
+
+        return RingProducer(
+            name, self.segment.fileno(), peer.open_bell(), self.capacity, self.max_frame, self.ring_id, self.session_id
+        )
+
+    def open_consumer(self, name: str, peer: DoorbellHandle) -> Consumer:
+        from ringserve.shm.ring_ends import RingConsumer
+
+        return RingConsumer(
+            name, self.segment.fileno(), peer.open_bell(), self.capacity, self.max_frame, self.ring_id, self.session_id
+        )
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+@dataclass(frozen=True)
+class SocketCarrier:
+    """One socket of a pair, and the eventfd by which the producer asks for space."""
+
+    socket: Descriptor
+    want: Descriptor
+    max_frame: int
+
+    def open_producer(self, name: str, peer: DoorbellHandle) -> Producer:
+        from ringserve.shm.socket_ends import SocketProducer
+
+        return SocketProducer(name, self._socket(), os.dup(self.want.fileno()), peer.open_bell(), self.max_frame)
+
+    def open_consumer(self, name: str, peer: DoorbellHandle) -> Consumer:
+        from ringserve.shm.socket_ends import SocketConsumer
+
+        return SocketConsumer(name, self._socket(), os.dup(self.want.fileno()), peer.open_bell(), self.max_frame)
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self.socket.fileno()))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.want.close()
+
+
+@dataclass(frozen=True)
+class ProducerEnd:
+    """Where a Producer comes from: ``Producer.attach(end)``. Goes to a child as an argument of a spawned Process."""
+
+    name: str
+    carrier: RingCarrier | SocketCarrier
+    peer: DoorbellHandle
+    """The consumer's doorbell."""
+
+    def open(self) -> Producer:
+        return self.carrier.open_producer(self.name, self.peer)
+
+    def close(self) -> None:
+        """Drop this process's descriptors of the channel (the doorbell's handle is not the channel's)."""
+        self.carrier.close()
+
+
+@dataclass(frozen=True)
+class ConsumerEnd:
+    """Where a Consumer comes from: ``Consumer.attach(end)``. Goes to a child as an argument of a spawned Process."""
+
+    name: str
+    carrier: RingCarrier | SocketCarrier
+    peer: DoorbellHandle
+    """The producer's doorbell."""
+
+    def open(self) -> Consumer:
+        return self.carrier.open_consumer(self.name, self.peer)
+
+    def close(self) -> None:
+        """Drop this process's descriptors of the channel (the doorbell's handle is not the channel's)."""
+        self.carrier.close()
+
+
+@dataclass(frozen=True)
+class ChannelHandle:
+    """A channel as its creator sees it."""
+
+    name: str
+    transport: Literal["ring", "socket"]
+    producer_end: ProducerEnd
+    consumer_end: ConsumerEnd
+
+    def close(self) -> None:
+        """Drop the creator's descriptors: after the children were started. The channel lives in its ends' processes."""
+        self.producer_end.close()
+        self.consumer_end.close()
+
+
+def create_channel(
+    name: str,
+    *,
+    producer: DoorbellHandle,
+    consumer: DoorbellHandle,
+    capacity: int = 1 << 20,
+    transport: Transport = "auto",
+) -> ChannelHandle:
+    """A new channel from the process of ``producer`` to the process of ``consumer`` (their doorbells).
+
+    ``capacity`` is a power of two from 64 KiB to 1 GiB, in bytes; a frame takes at most an eighth of it. Raises
+    TransportUnavailable, and OSError when there is no memory for it.
+    """
+    if not MIN_CAPACITY <= capacity <= MAX_CAPACITY or capacity & (capacity - 1):
+        raise ValueError(f"capacity must be a power of two from 64 KiB to 1 GiB, not {capacity}")
+    max_frame = min(MAX_FRAME, capacity // 8)
+    chosen = choose_transport(transport)
+    sending: RingCarrier | SocketCarrier
+    receiving: RingCarrier | SocketCarrier
+    if chosen == "ring":
+        sending = receiving = _create_ring(name, capacity, max_frame)
+    else:
+        sending, receiving = _create_socket_pair(capacity, max_frame)
+    return ChannelHandle(
+        name, chosen, ProducerEnd(name, sending, consumer), ConsumerEnd(name, receiving, producer)
+    )
+
+
+def _create_ring(name: str, capacity: int, max_frame: int) -> RingCarrier:
+    from ringserve.shm._ring import format_ring
+
+    segment = Descriptor(create_sealed_memfd(f"ringserve-ring-{name}", PAGE_SIZE + capacity))
+    ring_id, session_id = secrets.randbits(32), secrets.randbits(64)
+    format_ring(segment.fileno(), capacity, max_frame, ring_id, session_id)
+    return RingCarrier(segment, capacity, max_frame, ring_id, session_id)
+
+
+def _create_socket_pair(capacity: int, max_frame: int) -> tuple[SocketCarrier, SocketCarrier]:
+    sending, receiving = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(capacity, MAX_SEND_BUFFER))
+    want = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+    return (
+        SocketCarrier(Descriptor(sending.detach()), want, max_frame),
+        SocketCarrier(Descriptor(receiving.detach()), want, max_frame),
+    )

@@ -1,0 +1,170 @@
+"""Doorbells: how a process sleeps until one of its neighbours has something for it.
+
+A doorbell is one memfd page (am I asleep, heartbeat, phase, pid) and one eventfd, shared by all rings that come into
+a process. The creator makes a handle; the owner attaches it once; the other ends of its channels ring it.
+
+The order that loses no wake-up: ``clear()`` (or ``wait()`` returning) *first*, then drain, then ``arm()``, and block
+only if that said True.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringserve.shm.roles import Consumer, Producer
+from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
+from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell, format_bell
+from ringserve.shm.support import bell_type
+
+
+class Phase(enum.IntEnum):
+    """What a process is doing, as far as its neighbours care."""
+
+    starting = 0
+    loading = 1
+    ready = 2
+    step = 3
+    draining = 4
+    closed = 5
+
+
+@dataclass(frozen=True)
+class DoorbellStatistics:
+    """Counters of one Doorbell object since it was attached, and the page's words."""
+
+    name: str
+    pid: int
+    phase: Phase
+    heartbeat_ns: int
+    arms: int
+    refused_arms: int
+    """How often something was there already when the process was about to sleep."""
+    waits: int
+    wakes: int
+    """How often the eventfd was found rung."""
+
+
+class DoorbellHandle:
+    """A doorbell as its creator and its neighbours see it. Goes to a child as an argument of a spawned Process."""
+
+    def __init__(self, name: str, page: Descriptor, event: Descriptor) -> None:
+        self.name = name
+        self._page = page
+        self._event = event
+        self._bell: PurePythonBell | None = None
+
+    def open_bell(self) -> PurePythonBell:
+        """A new mapping of the page, with its own copy of the eventfd."""
+        return bell_type()(self._page.fileno(), self._event.fileno())
+
+    def _mapped(self) -> PurePythonBell:
+        if self._bell is None:
+            self._bell = self.open_bell()
+        return self._bell
+
+    def ring(self) -> None:
+        """Wake the owner."""
+        self._mapped().ring()
+
+    @property
+    def pid(self) -> int:
+        """The owner's process id; 0: not attached yet."""
+        return self._mapped().words()[0]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._mapped().words()[1])
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """``time.monotonic_ns()`` of the owner's last beat; 0: none yet."""
+        return self._mapped().words()[2]
+
+    def close(self) -> None:
+        """Drop this process's descriptors. Attached objects have their own."""
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
+        self._page.close()
+        self._event.close()
+
+    def __reduce__(self) -> tuple[type[DoorbellHandle], tuple[str, Descriptor, Descriptor]]:
+        return type(self), (self.name, self._page, self._event)
+
+
+def create_doorbell(name: str) -> DoorbellHandle:
+    """A new doorbell for the process called ``name``."""
+    page = Descriptor(create_sealed_memfd(f"ringserve-doorbell-{name}", PAGE_SIZE))
+    format_bell(page.fileno())
+    return DoorbellHandle(name, page, Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
+
+
+class Doorbell:
+    """The owner's side. One for each process, used from one thread (``ring`` from any)."""
+
+    def __init__(self, name: str, bell: PurePythonBell) -> None:
+        self.name = name
+        self._bell = bell
+        bell.claim(os.getpid())
+
+    @classmethod
+    def attach(cls, handle: DoorbellHandle) -> Doorbell:
+        """Become the owner: writes this process's pid into the page. Raises AttachError if it has an owner."""
+        return cls(handle.name, handle.open_bell())
+
+    def fileno(self) -> int:
+        """The eventfd: readable when rung. For ``loop.add_reader``; remove the reader before ``close``."""
+        return self._bell.fileno()
+
+    def clear(self) -> None:
+        """Take the ring off the eventfd. Before draining, never after."""
+        self._bell.clear()
+
+    def arm(self, consumers: Sequence[Consumer], producers: Sequence[Producer] = ()) -> bool:
+        """About to sleep. True: safe to block, whatever comes will ring. False: a consumer has something to drain, or
+        a producer that found no room has some now (or lost its peer); the doorbell is disarmed."""
+        return self._bell.arm(consumers, producers)
+
+    def disarm(self) -> None:
+        """Awake for another reason than being rung: spares the neighbours a system call."""
+        self._bell.disarm()
+
+    def wait(self, timeout: float | None = None, watch: Sequence[int] = ()) -> tuple[int, ...]:
+        """Block until rung, until a descriptor of ``watch`` is readable, or for ``timeout`` seconds; the readable ones
+        of ``watch`` are returned. Clears and disarms. Lets other threads run. Signal handlers run meanwhile; if they
+        do not raise, waiting goes on (a handler may ``ring``)."""
+        return self._bell.wait(timeout, watch)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._bell.words()[1])
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._bell.set_phase(phase)
+
+    def beat(self, now_ns: int) -> None:
+        """Store the heartbeat: ``time.monotonic_ns()``."""
+        self._bell.beat(now_ns)
+
+    @property
+    def pid(self) -> int:
+        return self._bell.words()[0]
+
+    def ring(self) -> None:
+        """Wake the owner, from another thread or a signal handler."""
+        self._bell.ring()
+
+    def statistics(self) -> DoorbellStatistics:
+        pid, phase, heartbeat_ns, _ = self._bell.words()
+        arms, refused_arms, waits, wakes, _ = self._bell.counters()
+        return DoorbellStatistics(self.name, pid, Phase(phase), heartbeat_ns, arms, refused_arms, waits, wakes)
+
+    def close(self) -> None:
+        """Unmap and close. The page's phase becomes ``closed``."""
+        if self._bell.is_open():
+            self._bell.set_phase(Phase.closed)
+        self._bell.close()

@@ -1,0 +1,52 @@
+"""Can rings be used here? The only module that looks for the C extension."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from types import ModuleType
+from typing import Literal
+
+from ringserve.shm.errors import TransportUnavailable
+from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell
+
+Transport = Literal["auto", "ring", "socket"]
+
+
+def _extension() -> ModuleType | None:
+    try:
+        return importlib.import_module("ringserve.shm._ring")
+    except ModuleNotFoundError:
+        return None
+
+
+def extension_available() -> bool:
+    """Was the C extension built?"""
+    return _extension() is not None
+
+
+def ring_unavailable_reason() -> str | None:
+    """Why the ring transport cannot be used; None if it can. For one line in a log."""
+    if not extension_available():
+        return "the C extension ringserve.shm._ring was not built (no C compiler at installation)"
+    if mmap.PAGESIZE > PAGE_SIZE:
+        return f"memory pages of {mmap.PAGESIZE} bytes cannot be mapped at the ring's offset of {PAGE_SIZE}"
+    return None
+
+
+def choose_transport(wanted: Transport) -> Literal["ring", "socket"]:
+    """The transport for ``wanted``; ``auto`` is rings where they can be used."""
+    if wanted == "socket":
+        return "socket"
+    reason = ring_unavailable_reason()
+    if reason is None:
+        return "ring"
+    if wanted == "ring":
+        raise TransportUnavailable(f"rings cannot be used: {reason}; use transport 'socket'")
+    return "socket"
+
+
+def bell_type() -> type[PurePythonBell]:
+    """The doorbell of this machine: the extension's ``Bell``, or the one in Python with the same interface."""
+    extension = _extension()
+    return PurePythonBell if extension is None else extension.Bell
