@@ -1,0 +1,295 @@
+"""The tokenizer process: prompts down to the scheduler as ids, tokens up to the frontends as text.
+
+Owns the tokenizer, the chat template, and each open choice's detokenizer and stop strings. Its neighbours are the
+frontends (``frontend-<i>``) and the ``scheduler``. It never imports torch, cupy, triton or a web framework.
+
+Requests of a frontend keep their order: short prompts are encoded at once, longer ones in a worker thread, and what
+follows them waits (``encoding_lanes``). An Abort overtakes nothing but the encoding that it makes needless.
+
+A choice is open from its GenerateRequest to its one final row. The row is sent when the scheduler ends the choice or
+when a stop string is found, whichever is first; rows that come later find no open choice and are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ringserve.actor import ActorContext, AsyncActor
+from ringserve.config import TokenizerSettings
+from ringserve.engine.detokenizer import DetokenizerFactory
+from ringserve.engine.encoding_lanes import EncodingLanes, Job
+from ringserve.engine.prompt_encoder import PromptEncoder, PromptError, PromptLimits
+from ringserve.engine.text_batch import TextBatch
+from ringserve.engine.token_outputs import TokenOutputsReader
+from ringserve.engine.token_text import TokenText
+from ringserve.engine.tokenizer_loader import TokenizerLoadError, load_tokenizer
+from ringserve.engine.tokenizer_request import AdmittedRequest, RequestAdmission, RequestState
+from ringserve.messages import (
+    ALL_CHOICES,
+    Abort,
+    ChatPrompt,
+    CheckIntegrity,
+    DetokenizeRequest,
+    DetokenizeResult,
+    ExecutorReady,
+    GenerateRequest,
+    IntegrityReport,
+    LoadProgress,
+    Prompt,
+    RequestRefused,
+    Started,
+    StartFailed,
+    TextPrompt,
+    TokenizeRequest,
+    TokenizeResult,
+    TokenOutputs,
+    unpack_i32,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHORT_TEXT: Final = 2_000
+"""Characters that are encoded on the event loop: about 0.3 ms."""
+_SHORT_IDS: Final = 4 * 4_096
+"""Bytes of token ids that are checked on the event loop."""
+_RETRY_AFTER: Final = 1.0
+"""Seconds, while the model loads."""
+_NUM_THREADS: Final = 2
+
+
+def create(context: ActorContext) -> AsyncActor:
+    """Load the tokenizer and tell the supervisor.
+
+    Raises:
+        SystemExit: it cannot be loaded; the supervisor knows why.
+    """
+    settings: TokenizerSettings = context.settings
+    began = time.monotonic()
+    try:
+        loaded = load_tokenizer(settings)
+        tokens = TokenText(loaded.backend)
+        encoder = PromptEncoder(loaded, tokens)
+        if encoder.template_problem is not None and settings.chat_template is not None:
+            raise TokenizerLoadError(
+                f"--chat-template {settings.chat_template}: not a Jinja template ({encoder.template_problem})"
+            )
+    except TokenizerLoadError as error:
+        context.report(StartFailed(str(error)))
+        raise SystemExit(1) from None
+    if encoder.template_problem is not None:
+        logger.warning("the model's chat template cannot be used: %s", encoder.template_problem)
+    actor = TokenizerActor(context, encoder, tokens)
+    context.report(Started({"tokenizer_seconds": round(time.monotonic() - began, 2)}))
+    return actor
+
+
+class TokenizerActor:
+    """The actor; see the module."""
+
+    def __init__(self, context: ActorContext, encoder: PromptEncoder, tokens: TokenText) -> None:
+        self._frontends = {role: box for role, box in context.outboxes.items() if role.startswith("frontend-")}
+        self._scheduler = context.outboxes["scheduler"]
+        self._flush_soon = context.flush_soon
+        self._tokens = tokens
+        self._encoder = encoder
+        self._admission = RequestAdmission(encoder, DetokenizerFactory(tokens))
+        self._requests: dict[int, RequestState] = {}
+        self._outputs = TokenOutputsReader(tokens, self._requests)
+        self._limits: PromptLimits | None = None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="encode")
+        self._lanes = EncodingLanes(self._threads, self._on_completed)
+        self._stop = asyncio.Event()
+        self._fault: BaseException | None = None
+
+    async def run(self) -> None:
+        try:
+            await self._stop.wait()
+        finally:
+            # Joined while the loop lives, so that a running encoding's completion still finds it.
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._fault is not None:
+            raise self._fault
+
+    def request_stop(self) -> None:
+        # The frontends have finished what ran before the supervisor ends this process.
+        self._stop.set()
+
+    def act(self) -> None:
+        """Every message is answered in ``handle``; there is nothing to batch."""
+
+    def handle(self, message: Any, source: str) -> None:
+        match message:
+            case TokenOutputs():
+                self._on_token_outputs(message)
+            case GenerateRequest():
+                self._on_generate(message, source)
+            case Abort():
+                self._on_abort(message, source)
+            case RequestRefused(request_id=request_id):
+                self._requests.pop(request_id, None)
+                self._answer(request_id, message)
+            case ExecutorReady():
+                self._limits = PromptLimits(message.vocab_size, message.max_model_len)
+                self._outputs.eos_ids = frozenset(unpack_i32(message.eos_token_ids))
+                self._broadcast(message)
+            case LoadProgress():
+                self._broadcast(message)
+            case TokenizeRequest():
+                self._on_tokenize(message, source)
+            case DetokenizeRequest():
+                self._on_detokenize(message, source)
+            case CheckIntegrity(request_id=request_id):
+                self._lanes.then(source, lambda: self._scheduler.send(CheckIntegrity(request_id, len(self._requests))))
+            case IntegrityReport(request_id=request_id):
+                self._answer(request_id, message)
+            case _:
+                raise TypeError(f"unexpected message {type(message).__name__} from {source}")
+
+    # ------------------------------------------------------------------------------------------------- downwards
+
+    def _on_generate(self, request: GenerateRequest, source: str) -> None:
+        request_id, limits = request.request_id, self._limits
+        if limits is None:
+            self._send(
+                source,
+                RequestRefused(
+                    request_id, 503, "The model is still loading.", "service_unavailable", retry_after=_RETRY_AFTER
+                ),
+            )
+            return
+        if request_id in self._requests:
+            raise ValueError(f"{source} used request id {request_id} twice")
+        state = self._requests[request_id] = RequestState(request_id, source, request.n)
+        self._lanes.submit(
+            source,
+            Job(
+                work=lambda: _guarded(request_id, lambda: self._admission.admit(request, limits)),
+                done=lambda result: self._on_admitted(state, result),
+                dropped=lambda: state.aborted,
+                short=_is_short(request.prompt) and not request.resumed,
+            ),
+        )
+
+    def _on_admitted(self, state: RequestState, result: AdmittedRequest | RequestRefused) -> None:
+        if isinstance(result, RequestRefused):
+            del self._requests[state.request_id]
+            self._send(state.source, result)
+            return
+        state.admitted = result
+        state.tokenized_ns = time.monotonic_ns()
+        if result.stopped:
+            batch = TextBatch()
+            for choice, output in result.stopped:
+                batch.add_final(state.request_id, choice, "stop", output.num_tokens, output.stop, output.take_text())
+            self._send(state.source, batch.message())
+        if not result.choices:
+            del self._requests[state.request_id]
+            return
+        self._scheduler.send(result.stamped(state.tokenized_ns))
+
+    def _on_abort(self, abort: Abort, source: str) -> None:
+        state = self._requests.get(abort.request_id)
+        if state is None:
+            return
+        if state.admitted is not None:
+            self._scheduler.send(abort)  # behind its request in the scheduler's ring
+        elif abort.choice == ALL_CHOICES:
+            state.aborted = True
+            del self._requests[abort.request_id]
+            batch = TextBatch()
+            for choice in range(state.n):
+                batch.add_final(abort.request_id, choice, "abort")
+            self._send(source, batch.message())
+        else:
+            self._lanes.then(source, lambda: self._on_abort(abort, source))
+
+    def _on_tokenize(self, request: TokenizeRequest, source: str) -> None:
+        def work() -> TokenizeResult:
+            encoded = self._encoder.encode(request.prompt, None)
+            strings = None
+            if request.with_strings:
+                ids = unpack_i32(encoded.token_ids)
+                strings = tuple(self._tokens.vocabulary_string(token_id) or "" for token_id in ids)
+            return TokenizeResult(request.request_id, encoded.token_ids, strings)
+
+        self._lanes.submit(
+            source,
+            Job(
+                work=lambda: _guarded(request.request_id, work),
+                done=lambda result: self._send(source, result),
+                short=_is_short(request.prompt),
+            ),
+        )
+
+    def _on_detokenize(self, request: DetokenizeRequest, source: str) -> None:
+        def work() -> DetokenizeResult:
+            ids = self._encoder.checked_ids(request.token_ids, self._limits, "tokens")
+            return DetokenizeResult(request.request_id, self._encoder.decode(ids, skip_special_tokens=False))
+
+        self._lanes.submit(
+            source,
+            Job(
+                work=lambda: _guarded(request.request_id, work),
+                done=lambda result: self._send(source, result),
+                short=len(request.token_ids) <= _SHORT_IDS,
+            ),
+        )
+
+    def _on_completed(self, fault: BaseException | None) -> None:
+        """Jobs that had waited for a thread are done."""
+        if fault is not None:
+            # Nobody awaits a loop callback: the actor's life ends with the exception instead.
+            self._fault = fault
+            self._stop.set()
+        self._flush_soon()
+
+    # --------------------------------------------------------------------------------------------------- upwards
+
+    def _on_token_outputs(self, message: TokenOutputs) -> None:
+        received_ns = time.monotonic_ns()
+        batches, aborts = self._outputs.read(message)
+        for abort in aborts:
+            self._scheduler.send(abort)
+        # A message for nobody still tells all of them how the engine stands.
+        for role in batches or self._frontends:
+            batch = batches.get(role) or TextBatch()
+            self._send(role, batch.message(message.times, message.stats, message.sent_ns, received_ns))
+
+    def _answer(self, request_id: int, message: Any) -> None:
+        self._send(f"frontend-{request_id >> 48}", message)
+
+    def _send(self, role: str, message: Any) -> None:
+        self._frontends[role].send(message)
+
+    def _broadcast(self, message: Any) -> None:
+        for box in self._frontends.values():
+            box.send(message)
+
+
+def _guarded(request_id: int, work: Callable[[], Any]) -> Any:
+    """The result, or the refusal that answers the request: one bad prompt must not end the process."""
+    try:
+        return work()
+    except PromptError as error:
+        return error.refusal(request_id)
+    # tokenizers is Rust: its panics reach Python as BaseException.
+    except BaseException:
+        logger.exception("encoding request %d failed", request_id)
+        return RequestRefused(request_id, 500, "The prompt could not be encoded.", "server_error")
+
+
+def _is_short(prompt: Prompt) -> bool:
+    """Whether encoding takes well under a millisecond."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) < _SHORT_TEXT
+    if isinstance(prompt, ChatPrompt):
+        # A foreign template is a program of unknown length.
+        if prompt.chat_template is not None or prompt.template_kwargs or len(prompt.messages) > 32:
+            return False
+        return sum(len(str(message.get("content"))) for message in prompt.messages) < _SHORT_TEXT
+    return len(prompt.token_ids) <= _SHORT_IDS
