@@ -2,10 +2,10 @@
 
 transformers' modelling code computes everything of a layer but the attention itself, which it looks up by name.
 ``register_attention`` puts one function under ``ATTENTION_NAME``; models are loaded with that name. The whole step is
-one packed row: queries arrive as ``[1, heads, tokens, dim]`` with all sequences of the step one after the other, no mask
-is built for a name that transformers does not know, and the step's ``AttentionContext`` travels through the model as the
-keyword ``attention_context``. What to do with a layer's queries, keys and values is the context's business: serving
-writes and reads pages, tracing records shapes.
+one packed row: queries arrive as ``[1, heads, tokens, dim]`` with all sequences of the step one after the other, no
+mask is built for a name that transformers does not know, and the step's ``AttentionContext`` travels through the model
+as the keyword ``attention_context``. What to do with a layer's queries, keys and values is the context's business:
+serving writes and reads pages, tracing records shapes.
 
 Nothing is swallowed: a keyword that is neither handled nor known to be without effect refuses the model.
 """

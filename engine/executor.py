@@ -73,6 +73,7 @@ class Executor:
                 {
                     "dtype": ready.dtype,
                     "device": ready.device,
+                    "threads": ready.num_threads,
                     "kv_tokens": ready.num_pages * ready.page_size,
                     "architecture": ready.architecture,
                     "load_seconds": round(ready.load_seconds, 2),

@@ -66,9 +66,7 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         metadata, names = read_gguf_metadata(str(path))
     except Exception as error:  # the reader meets damaged bytes with whatever struct, numpy or unicode raise
-        raise ModelError(
-            f"{path} is not a sound GGUF file ({first_line(error)}); download it again"
-        ) from error
+        raise ModelError(f"{path} is not a sound GGUF file ({first_line(error)}); download it again") from error
     return GgufFile(path, str(metadata["general.architecture"]), metadata, names)
 
 
@@ -126,9 +124,7 @@ def llama_config(file: GgufFile) -> Any:
     )
 
 
-def load_llama(
-    file: GgufFile, dtype: torch.dtype, attention: str, progress: Callable[[float], None]
-) -> nn.Module:
+def load_llama(file: GgufFile, dtype: torch.dtype, attention: str, progress: Callable[[float], None]) -> nn.Module:
     """Build ``LlamaForCausalLM`` with the file's weights in ``dtype``; ``progress`` gets fractions of the tensors."""
     from transformers.integrations.gguf.dequant import dequantize
     from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
@@ -151,7 +147,9 @@ def load_llama(
                 raw = dequantize(raw, info.ggml_type, torch.float32)
             weight = raw.reshape(info.shape)
         except Exception as error:  # a truncated file shows up as a shape that does not fit
-            raise ModelError(f"tensor {info.name} of {file.path} cannot be read ({first_line(error)}); download the file again") from error
+            raise ModelError(
+                f"tensor {info.name} of {file.path} cannot be read ({first_line(error)}); download the file again"
+            ) from error
         if ".attn_q." in info.name:
             weight = _rotary_order(weight, config.num_attention_heads)
         elif ".attn_k." in info.name:
@@ -165,7 +163,9 @@ def load_llama(
     try:
         missing, unexpected = model.load_state_dict(weights, assign=True, strict=False)
     except RuntimeError as error:
-        raise ModelError(f"the tensors of {file.path} do not fit its metadata ({first_line(error)}); download it again") from error
+        raise ModelError(
+            f"the tensors of {file.path} do not fit its metadata ({first_line(error)}); download it again"
+        ) from error
     model.tie_weights()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:

@@ -95,5 +95,8 @@ def plan_kv(
             f"the KV cache holds {held} tokens ({given} bytes) but one sequence of max_model_len {max_model_len} needs "
             f"{needed} bytes; set --kv-cache-memory to at least that, or --max-model-len to at most {held}"
         )
-    note = f"max_model_len is {held} instead of {max_model_len}: the KV cache holds no longer sequence (--kv-cache-memory {needed} would)"
+    note = (
+        f"max_model_len is {held} instead of {max_model_len}: the KV cache holds no longer sequence "
+        f"(--kv-cache-memory {needed} would)"
+    )
     return KVBudget(num_pages, held, note)

@@ -65,19 +65,20 @@ def choose_max_model_len(config: Any, asked: int | None) -> int:
     if asked is None:
         return own
     if asked > own:
-        raise ModelError(f"max_model_len {asked} is more than {own} ({reason}); ask for at most {own} with --max-model-len")
+        raise ModelError(
+            f"max_model_len {asked} is more than {own} ({reason}); ask for at most {own} with --max-model-len"
+        )
     return asked
 
 
-def eos_ids(*sources: Any) -> tuple[int, ...]:
-    """All end-of-sequence ids of the configurations and id lists given, each once, in their order."""
+def eos_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
+    """All end-of-sequence ids given, each once, in their order."""
     found: list[int] = []
     for source in sources:
-        value = source if source is None or isinstance(source, int | Iterable) else getattr(source, "eos_token_id", None)
-        if isinstance(value, int):
-            found.append(value)
-        elif value is not None:
-            found.extend(int(token) for token in value)
+        if isinstance(source, int):
+            found.append(source)
+        elif source is not None:
+            found.extend(int(token) for token in source)
     return tuple(dict.fromkeys(token for token in found if token >= 0))
 
 

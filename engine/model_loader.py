@@ -67,7 +67,7 @@ def resolve_dtype(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def load_model(source: ModelSource, dtype: str, progress: Progress, cache: Path | None = None) -> LoadedModel:
-    """Load ``source`` with weights of ``dtype`` (not auto). ``cache``: where converted files go; default: the user's."""
+    """Load ``source`` with weights of ``dtype`` (not auto). ``cache``: for converted files; default: the user's."""
     register_attention()
     path = Path(source.path)
     if not path.exists():
@@ -78,9 +78,7 @@ def load_model(source: ModelSource, dtype: str, progress: Progress, cache: Path 
     file = open_gguf(path)
     if is_plain_llama(file):
         model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
-        return LoadedModel(
-            model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults()
-        )
+        return LoadedModel(model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults())
     converted = _convert_gguf(file, dtype, progress, cache if cache is not None else _user_cache())
     loaded = _load_directory(converted, dtype, progress)
     ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)
@@ -117,7 +115,9 @@ def _load_directory(path: Path, dtype: str, progress: Progress) -> LoadedModel:
         config=config,
         architecture=type(model).__name__,
         dtype=dtype,
-        eos_token_ids=eos_ids(generation, config, text_config(config)),
+        eos_token_ids=eos_ids(
+            *(getattr(source, "eos_token_id", None) for source in (generation, config, text_config(config)))
+        ),
         defaults=sampling_defaults(generation),
     )
 
@@ -144,7 +144,7 @@ def _read_config(path: Path, auto_config: Any) -> Any:
             if raw.get("auto_map"):
                 reason = "brings its own code, which is never run"
             else:
-                reason = f"is of architecture '{kind}', which the installed transformers cannot load ({first_line(error)})"
+                reason = f"is of architecture '{kind}', which transformers cannot load ({first_line(error)})"
             raise ModelError(f"{path} {reason}; choose a model of an architecture in transformers") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{path} is an encoder-decoder ('{config.model_type}'); only decoders can be served")
@@ -160,7 +160,7 @@ def _explain_load_failure(path: Path, config: Any, error: Exception) -> str:
         return f"{path} ('{kind}') is not a decoder that generates text; choose a causal language model"
     if type(error).__name__ == "SafetensorError" or "safetensor" in text.lower():
         return f"the safetensors files of {path} are damaged ({text}); download them again"
-    return f"{path} ('{kind}') cannot be loaded ({type(error).__name__}: {text}); check or download the checkpoint again"
+    return f"{path} ('{kind}') cannot be loaded ({type(error).__name__}: {text}); download the checkpoint again"
 
 
 def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -> Path:

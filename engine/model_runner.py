@@ -34,7 +34,6 @@ from ringserve.messages import (
     unpack_i32,
 )
 
-
 _NO_LOGITS: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 
 
@@ -115,9 +114,7 @@ class ModelRunner:
         for new in output.new_sequences:
             state = SlotState(new)
             self._slots[new.slot] = state
-            self._sampler.reset(
-                new.slot, new.sampling, new.choice, state.ids[: state.length], new.num_prompt_tokens
-            )
+            self._sampler.reset(new.slot, new.sampling, new.choice, state.ids[: state.length], new.num_prompt_tokens)
         rows: list[tuple[int, SlotState, int]] = []
         first = 0
         pages = unpack_i32(output.new_pages)
@@ -150,7 +147,8 @@ class ModelRunner:
             token_ids[first:last] = state.ids[start:stop]
             span = np.arange(start, stop)
             positions[first:last] = span
-            slot_mapping[first:last] = state.table.numpy()[span // self._page_size] * self._page_size + span % self._page_size
+            pages = state.table.numpy()[span // self._page_size]
+            slot_mapping[first:last] = pages * self._page_size + span % self._page_size
             query_start.append(last)
             context_lens.append(stop)
             if state.wants_prompt_logprobs and start < state.num_prompt_tokens:
@@ -190,7 +188,8 @@ class ModelRunner:
                     state.sampling.prompt_logprobs,
                 )
             if start == 0:  # the first token of all has none
-                columns = LogprobColumns(pack_i32([0]) + columns.counts, columns.token_ids, columns.values, columns.ranks)
+                counts = pack_i32([0]) + columns.counts
+                columns = LogprobColumns(counts, columns.token_ids, columns.values, columns.ranks)
             if columns.counts:
                 results.append(SlotPromptLogprobs(slot, start + 1 if start else 0, columns))
         return tuple(results)

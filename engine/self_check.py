@@ -43,7 +43,9 @@ STEPS = (((0, 7), (0, 9)), ((7, 15), (9, 10)))
 
 SMALL_WINDOW = 4
 CHECK_PAGE_SIZE = 8
-WINDOW_NAME = re.compile(r"(sliding_window(_size)?|attention_window(_size)?|window_size|local_window|attention_chunk_size)")
+WINDOW_NAME = re.compile(
+    r"(sliding_window(_size)?|attention_window(_size)?|window_size|local_window|attention_chunk_size)"
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def _reference(model: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torc
             return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
         except Exception as error:  # as in _trace
             raise ModelError(
-                f"{_name(model)} cannot be checked: its own eager pass fails ({type(error).__name__}: {first_line(error)})"
+                f"{_name(model)} cannot be checked: its own eager pass fails "
+                f"({type(error).__name__}: {first_line(error)})"
             ) from error
 
 
@@ -180,8 +183,8 @@ def _compare(expected: torch.Tensor, got: torch.Tensor) -> None:
     worst = float((expected - got).abs().max())
     if not worst <= TOLERANCE * spread:  # "not <=" catches NaN
         raise ModelError(
-            f"the model cannot be served right: its logits differ from its own eager pass by {worst / spread:.1e} of their "
-            "range; its attention does something (a mask, a chunk, a bias) that the paged attention does not"
+            f"the model cannot be served right: its logits differ from its own eager pass by {worst / spread:.1e} of "
+            "their range; its attention does something (a mask, a chunk, a bias) that the paged attention does not"
         )
 
 

