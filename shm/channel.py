@@ -35,18 +35,20 @@ class RingCarrier:
     session_id: int
 
     def open_producer(self, name: str, peer: DoorbellHandle) -> Producer:
+        from ringserve.shm._ring import Bell
         from ringserve.shm.ring_ends import RingProducer
 
-        return RingProducer(
-            name, self.segment.fileno(), peer.open_bell(), self.capacity, self.max_frame, self.ring_id, self.session_id
-        )
+        bell = Bell(*peer.filenos())
+        agreed = (self.capacity, self.max_frame, self.ring_id, self.session_id)
+        return RingProducer(name, self.segment.fileno(), bell, *agreed)
 
     def open_consumer(self, name: str, peer: DoorbellHandle) -> Consumer:
+        from ringserve.shm._ring import Bell
         from ringserve.shm.ring_ends import RingConsumer
 
-        return RingConsumer(
-            name, self.segment.fileno(), peer.open_bell(), self.capacity, self.max_frame, self.ring_id, self.session_id
-        )
+        bell = Bell(*peer.filenos())
+        agreed = (self.capacity, self.max_frame, self.ring_id, self.session_id)
+        return RingConsumer(name, self.segment.fileno(), bell, *agreed)
 
     def close(self) -> None:
         self.segment.close()
@@ -56,7 +58,7 @@ class RingCarrier:
 class SocketCarrier:
     """One socket of a pair, and the eventfd by which the producer asks for space."""
 
-    socket: Descriptor
+    end: Descriptor
     want: Descriptor
     max_frame: int
 
@@ -71,10 +73,10 @@ class SocketCarrier:
         return SocketConsumer(name, self._socket(), os.dup(self.want.fileno()), peer.open_bell(), self.max_frame)
 
     def _socket(self) -> socket.socket:
-        return socket.socket(fileno=os.dup(self.socket.fileno()))
+        return socket.socket(fileno=os.dup(self.end.fileno()))
 
     def close(self) -> None:
-        self.socket.close()
+        self.end.close()
         self.want.close()
 
 

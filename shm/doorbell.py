@@ -14,9 +14,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell, format_bell
+from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.support import bell_type
 
 
@@ -56,9 +56,13 @@ class DoorbellHandle:
         self._event = event
         self._bell: PurePythonBell | None = None
 
+    def filenos(self) -> tuple[int, int]:
+        """The page's and the eventfd's descriptor."""
+        return self._page.fileno(), self._event.fileno()
+
     def open_bell(self) -> PurePythonBell:
         """A new mapping of the page, with its own copy of the eventfd."""
-        return bell_type()(self._page.fileno(), self._event.fileno())
+        return bell_type()(*self.filenos())
 
     def _mapped(self) -> PurePythonBell:
         if self._bell is None:

@@ -16,19 +16,19 @@ Transport = Literal["auto", "ring", "socket"]
 def _extension() -> ModuleType | None:
     try:
         return importlib.import_module("ringserve.shm._ring")
-    except ModuleNotFoundError:
+    except ImportError:  # not built, or built for another machine
         return None
 
 
 def extension_available() -> bool:
-    """Was the C extension built?"""
+    """Was the C extension built, and can it be loaded?"""
     return _extension() is not None
 
 
 def ring_unavailable_reason() -> str | None:
     """Why the ring transport cannot be used; None if it can. For one line in a log."""
     if not extension_available():
-        return "the C extension ringserve.shm._ring was not built (no C compiler at installation)"
+        return "the C extension ringserve.shm._ring cannot be loaded (was there a C compiler at installation?)"
     if mmap.PAGESIZE > PAGE_SIZE:
         return f"memory pages of {mmap.PAGESIZE} bytes cannot be mapped at the ring's offset of {PAGE_SIZE}"
     return None

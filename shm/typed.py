@@ -36,14 +36,16 @@ class Sender(Generic[T]):
             return
         if size > MAX_MESSAGE:
             raise MessageTooLarge(f"{size} bytes are more than a message may have ({MAX_MESSAGE})")
-        if self.pending_bytes + size > self._max_pending_bytes and not (size > self._max_payload and not self._pending):
+        # One message longer than a frame is always taken: most of it may go straight into the channel.
+        straight = size > self._max_payload and not self._pending
+        if self.pending_bytes + size > self._max_pending_bytes and not straight:
             raise ChannelOverflow(
                 f"{self.pending_bytes} bytes wait for a neighbour that does not read; {size} more are over the bound "
                 f"of {self._max_pending_bytes}"
             )
         self._pending.append(data)
         self.pending_bytes += size
-        if len(self._pending) == 1 and size > self._max_payload:
+        if straight:
             self._push()
 
     def flush(self) -> bool:
