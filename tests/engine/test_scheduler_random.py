@@ -16,15 +16,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     engine: Engine
 
     @initialize(
-        page_size=st.sampled_from([4, 16, 64]),
-        num_pages=st.integers(1, 9),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 48),
-        max_model_len=st.integers(8, 200),
-        max_steps_in_flight=st.integers(1, 2),
+        tight=st.sampled_from([True, True, False]),
+        page_size=st.sampled_from([4, 16, 2, 64]),
+        num_pages=st.sampled_from([6, 10, 16, 20, 2, 1]),
+        max_num_seqs=st.sampled_from([4, 8, 2, 1]),
+        budget=st.sampled_from([16, 5, 48, 2, 1]),
+        max_model_len=st.sampled_from([60, 200, 30, 8]),
+        max_steps_in_flight=st.sampled_from([2, 2, 1]),
     )
     def start(
         self,
+        tight: bool,
         page_size: int,
         num_pages: int,
         max_num_seqs: int,
@@ -32,6 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         max_steps_in_flight: int,
     ) -> None:
+        if tight:  # slots and budget enough, pages not
+            page_size, num_pages, max_num_seqs, budget = 4, 10 + num_pages % 8, 4 + max_num_seqs, 8 + budget
         ready = executor_ready(page_size, num_pages, max_num_seqs, budget, max_model_len)
         self.engine = Engine(ready, max_steps_in_flight)
         self.requests: dict[int, TokenizedRequest] = {}
@@ -64,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         fails: int,
     ) -> None:
         request_id = len(self.requests) + (1 << 48)
-        num_prompt_tokens = 1 + int(prompt_fraction * self.engine.max_model_len)
+        # Mostly short ones, so that several run and grow; some that cannot fit.
+        num_prompt_tokens = 1 + int(prompt_fraction**3 * self.engine.max_model_len)
 
         def build(resumed: tuple[ResumedChoice, ...]) -> TokenizedRequest:
             return make_request(
@@ -99,10 +104,32 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.engine.executor.fail_at[request.sampling.seed, 0] = fails
                 self.failing.add((request_id, 0))
 
-    @rule(which=st.integers(0, 30), choice=st.integers(-1, 2), stop=st.booleans())
+    @rule(size=st.integers(2, 6), num_prompt_tokens=st.integers(1, 12), max_tokens=st.integers(20, 60))
+    def crowd(self, size: int, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Short prompts with long answers: they are admitted together and then outgrow the pool."""
+        request_id = len(self.requests) + (1 << 48)
+        request = make_request(request_id, num_prompt_tokens, max_tokens, n=size, prompt_logprobs=0)
+        if self.engine.add(request) is None:
+            self.requests[request_id] = request
+
+    @rule(which=st.integers(0, 8), choice=st.integers(-1, 2), stop=st.booleans())
     def abort(self, which: int, choice: int, stop: bool) -> None:
-        """Of a request that may be waiting, running, preempted, over or never heard of."""
-        request_id = (1 << 48) + which % (len(self.requests) + 2)
+        """Of any request: waiting, running, preempted, over or never heard of; mostly the latest."""
+        self.abort_checked((1 << 48) + max(0, len(self.requests) + 1 - which), choice, stop)
+
+    @rule(data=st.data(), stop=st.booleans())
+    def abort_live(self, data: st.DataObject, stop: bool) -> None:
+        """Of a choice that is not over."""
+        live = [
+            (request.request_id, choice)
+            for request in self.requests.values()
+            for choice in range(request.n)
+            if (found := self.engine.choices.get((request.request_id, choice))) is None or not found.finishes
+        ]
+        if live:
+            self.abort_checked(*data.draw(st.sampled_from(live)), stop)
+
+    def abort_checked(self, request_id: int, choice: int, stop: bool) -> None:
         before = {key for key, collected in self.engine.choices.items() if collected.finishes}
         self.engine.abort(request_id, choice, "stop" if stop else "abort")
         for key, collected in self.engine.choices.items():
@@ -122,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.engine.deliver()
 
-    @rule(times=st.integers(1, 40))
+    @rule(times=st.integers(1, 12))
     def steps(self, times: int) -> None:
         """As the loop does it."""
         for _ in range(times):
@@ -186,8 +213,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=160,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     database=None,
