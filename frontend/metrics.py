@@ -2,11 +2,13 @@
 
 What counts what: ``request_success``, ``time_to_first_token``, ``e2e_request_latency``, the queue, prefill, decode,
 inference and per-token times and ``request_generation_tokens`` have one observation for each choice;
-``prompt_tokens``, ``request_prompt_tokens``, ``request_params_*`` and ``request_max_num_generation_tokens`` one for each
-prompt. Everything is derived from the messages of the tokenizer process; nothing is polled.
+``prompt_tokens``, ``request_prompt_tokens``, ``request_params_*`` and ``request_max_num_generation_tokens`` have one
+for each prompt. Everything is derived from the messages of the tokenizer process; nothing is polled.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from collections.abc import Sequence
 
@@ -108,7 +110,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition."""
-        return generate_latest(self._registry)
+        exposition: bytes = generate_latest(self._registry)
+        return exposition
 
     # ------------------------------------------------------------------------------------------ per message
 
@@ -122,7 +125,7 @@ class Metrics:
         self._step_sequences.inc(times.num_sequences)
         self._iteration_tokens.observe(times.num_tokens)
         stamps = _stamps(times, outputs, now_ns)
-        for hop, start, end in zip(_HOPS, stamps, stamps[1:], strict=True):
+        for hop, (start, end) in zip(_HOPS, pairwise(stamps), strict=True):
             self._hops[hop].observe(max(0, end - start) * _NS)
 
     def _on_stats(self, stats: EngineStats) -> None:

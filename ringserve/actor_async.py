@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from ringserve.actor import AsyncActor, Mailbox, Peer
+from ringserve.shm import ChannelClosed
 
 
 class AsyncDriver:
@@ -64,11 +65,14 @@ class AsyncDriver:
 
     def _one_turn(self) -> None:
         assert self._actor is not None
-        self._mailbox.drain(self._actor.handle)
-        self._actor.act()
-        self._mailbox.flush()
-        if not self._mailbox.arm():
-            self.flush_soon()
+        try:
+            self._mailbox.drain(self._actor.handle)
+            self._actor.act()
+            self._mailbox.flush()
+            if not self._mailbox.arm():
+                self.flush_soon()
+        except ChannelClosed:  # a neighbour has said goodbye; nothing more can come of it
+            self._actor.request_stop()
 
     def _attach_peers(self) -> None:
         for peer in self._mailbox.peers:

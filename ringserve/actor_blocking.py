@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from ringserve.actor import BlockingActor, Mailbox
-from ringserve.shm import Phase
+from ringserve.shm import ChannelClosed, Phase
 
 
 def run_blocking(actor: BlockingActor, mailbox: Mailbox) -> None:
@@ -29,20 +29,27 @@ def run_blocking(actor: BlockingActor, mailbox: Mailbox) -> None:
     try:
         actor.startup()
         mailbox.doorbell.phase = Phase.ready
-        while not stopped:
-            mailbox.drain(actor.handle)
-            busy = actor.act()
-            mailbox.flush()
-            if busy or not mailbox.arm():
-                continue
-            if _peer_left(mailbox, mailbox.doorbell.wait(None, _watched(mailbox, wake_read)), actor.handle):
-                break
+        while not stopped and _turn(actor, mailbox, wake_read):
+            pass
         actor.shutdown()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
         os.close(wake_read)
         os.close(wake_write)
+
+
+def _turn(actor: BlockingActor, mailbox: Mailbox, wake: int) -> bool:
+    """Drain, act, flush, wait. False: a neighbour has said goodbye, and nothing more can come of it."""
+    try:
+        mailbox.drain(actor.handle)
+        busy = actor.act()
+        mailbox.flush()
+        if busy or not mailbox.arm():
+            return True
+    except ChannelClosed:
+        return False
+    return not _peer_left(mailbox, mailbox.doorbell.wait(None, _watched(mailbox, wake)), actor.handle)
 
 
 def _watched(mailbox: Mailbox, wake: int) -> list[int]:

@@ -147,15 +147,18 @@ class Supervisor:
         return 1
 
     def _culprit(self, first: Child) -> Child:
-        """The process that died of itself: its neighbours end with EXIT_PEER_DIED and may be seen first."""
+        """The process that died of itself. Its neighbours end because it is gone, and may be seen first."""
+        followers = (None, 0, EXIT_PEER_DIED)
         deadline = time.monotonic() + LAST_WORDS
-        while first.process.exitcode == EXIT_PEER_DIED and time.monotonic() < deadline:
+        while first.process.exitcode in followers:
             for child in self._children:
-                if child.process.exitcode not in (None, EXIT_PEER_DIED):
+                if child.process.exitcode not in followers:
                     return child
-            multiprocessing.connection.wait(
-                [child.process.sentinel for child in self._children if child.process.exitcode is None], 0.05
-            )
+            living = [child.process.sentinel for child in self._children if child.process.exitcode is None]
+            remaining = deadline - time.monotonic()
+            if not living or remaining <= 0:
+                break
+            multiprocessing.connection.wait(living, remaining)
         return first
 
     def _stop(self, signals: Connection, display: StartDisplay) -> int:
