@@ -51,11 +51,11 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": _content(message.get("content"), f"{place}.content"),
     }
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str):
+    author = message.get("name")
+    if author is not None:
+        if not isinstance(author, str):
             raise invalid(f"{place}.name must be a string.", f"{place}.name")
-        checked["name"] = _text(name, f"{place}.name")
+        checked["name"] = _text(author, f"{place}.name")
     return checked
 
 

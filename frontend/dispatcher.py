@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ringserve.actor import Outbox
 from ringserve.config import FrontendSettings
 from ringserve.frontend.errors import ApiError, ClientGone, loading, overloaded, shutting_down
 from ringserve.frontend.journal import ChoiceRecord, Journal, JournalEntry
@@ -40,6 +40,9 @@ from ringserve.messages import (
     unpack_i32,
     unpack_u64,
 )
+
+if TYPE_CHECKING:
+    from ringserve.actor import Outbox
 
 logger = logging.getLogger(__name__)
 

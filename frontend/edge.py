@@ -76,8 +76,8 @@ class Edge:
         try:
             try:
                 self._keys.check(scope["path"], headers.get("authorization"))
-            except ApiError as error:
-                await error_response(error)(scope, receive, send_with_headers)
+            except ApiError as refusal:
+                await error_response(refusal)(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive, send_with_headers)
         except Exception:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
-from ringserve.actor import ActorContext, AsyncActor
 from ringserve.config import FrontendSettings
 from ringserve.frontend.app import build_app
 from ringserve.frontend.dispatcher import Dispatcher

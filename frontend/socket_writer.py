@@ -34,7 +34,7 @@ class SocketWriter:
         finally:
             self._writing = False
             if guard is not None:
-                guard()
+                guard.cancel()
         if self._stalled:
             raise ClientGone("the client did not read its stream")
         self._last_write = self._loop.time()
@@ -50,39 +50,53 @@ class SocketWriter:
             yield
             return
 
-        def check() -> None:
-            nonlocal timer
+        def check() -> float:
             silence = self._loop.time() - self._last_write
             if silence < interval:
-                timer = self._loop.call_later(interval - silence, check)
-                return
-            timer = self._loop.call_later(interval, check)
+                return interval - silence
             if not self._writing:
                 self.keep_alive_due = True
                 wake()
+            return interval
 
-        timer = self._loop.call_later(interval, check)
+        timer = _Timer(self._loop, interval, check)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _guard(self) -> Callable[[], None] | None:
-        """Watch a write that has to wait: the buffer under it must shrink within every stall timeout."""
+    def _guard(self) -> _Timer | None:
+        """Watch a write that may have to wait: what lies before it must shrink within every stall timeout."""
         transport = self._transport
         if transport is None or transport.get_write_buffer_size() == 0:
             return None
         size = transport.get_write_buffer_size()
 
-        def check() -> None:
-            nonlocal size, timer
+        def check() -> float | None:
+            nonlocal size
             left = transport.get_write_buffer_size()
-            if left >= size:
-                self._stalled = True
-                transport.abort()
-                return
-            size = left
-            timer = self._loop.call_later(self._stall_timeout, check)
+            if left < size:
+                size = left
+                return self._stall_timeout
+            self._stalled = True
+            transport.abort()
+            return None
 
-        timer = self._loop.call_later(self._stall_timeout, check)
-        return lambda: timer.cancel()
+        return _Timer(self._loop, self._stall_timeout, check)
+
+
+class _Timer:
+    """Calls ``check`` after ``delay`` seconds, and again after as many as it returns (None: not again)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, delay: float, check: Callable[[], float | None]) -> None:
+        self._loop = loop
+        self._check = check
+        self._handle = loop.call_later(delay, self._fire)
+
+    def _fire(self) -> None:
+        delay = self._check()
+        if delay is not None:
+            self._handle = self._loop.call_later(delay, self._fire)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
