@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 128
+BLOCKS = (128, 32)
+"""Lengths of a block: the longer ones are quicker, the shorter ones serve a larger k."""
 
 
 def top_k_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -20,11 +21,18 @@ def top_k_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     if k == size:
         return np.argsort(-row, kind="stable")
-    num_blocks = size // BLOCK
-    if 2 * k <= num_blocks:
-        maxima = row[: num_blocks * BLOCK].reshape(num_blocks, BLOCK).max(axis=1)
-        bound = np.partition(maxima, num_blocks - k)[num_blocks - k]
-    else:
-        bound = np.partition(row, size - k)[size - k]
-    ids = np.flatnonzero(row >= bound)
+    ids = np.flatnonzero(row >= _lower_bound(row, k))
     return ids[np.argsort(-row[ids], kind="stable")[:k]]
+
+
+def _lower_bound(row: NDArray[np.float32], k: int) -> np.float32:
+    """A value that at least k values reach: near the k-th largest, or that itself."""
+    size = len(row)
+    for block in BLOCKS:
+        num_blocks = size // block
+        if 2 * k <= num_blocks:
+            maxima = row[: num_blocks * block].reshape(num_blocks, block).max(axis=1)
+            bound: np.float32 = np.partition(maxima, num_blocks - k)[num_blocks - k]
+            return bound
+    exact: np.float32 = np.partition(row, size - k)[size - k]
+    return exact
