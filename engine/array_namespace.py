@@ -87,7 +87,8 @@ class CupyNamespace:
                 raise MemoryError(str(error)) from error
 
     def to_torch(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_dlpack(array).view(dtype)
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)
+        return tensor.view(dtype)
 
 
 def array_namespace(device: Literal["cpu", "cuda"]) -> ArrayNamespace:

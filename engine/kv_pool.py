@@ -6,8 +6,8 @@ Layer ``i`` has two arrays, keys ``[num_pages + 1, kv_heads, page_size, key_dim]
     | keys of layer 0 | values of layer 0 | keys of layer 1 | values of layer 1 | ...
 
 so that one (page, head) is a contiguous run of ``page_size * dim`` elements. Page 0 is reserved (padding of captured
-graphs points at it) and never given out; usable ids are ``1 .. num_pages``. Which page belongs to whom is the scheduler's
-business: this module knows no sequence.
+graphs points at it) and never given out; usable ids are ``1 .. num_pages``. Which page belongs to whom is the
+scheduler's business: this module knows no sequence.
 
 The memory is not initialised: whatever reads a page must look only at positions that were written.
 """
@@ -70,7 +70,10 @@ def bytes_per_page(layers: Sequence[LayerKV], page_size: int, dtype: KVDType) ->
 
 
 class KVPool:
-    """Keys and values of all layers. Raises ValueError for sizes that make no sense, MemoryError where they do not fit."""
+    """Keys and values of all layers.
+
+    Raises ValueError for sizes that make no sense, MemoryError where they do not fit.
+    """
 
     def __init__(
         self,

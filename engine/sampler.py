@@ -1,8 +1,8 @@
 """The samplers of all slots: what each sequence asked for, and what drawing its next token depends on.
 
-A slot's state is a pure function of (sampling parameters, choice, prompt, tokens generated so far): ``reset`` rebuilds it
-from the ids, ``sample`` advances it by the token it draws, and both ways lead to the same state. A uniform depends on the
-request's seed, the choice and the position of the token alone, never on the batch or on how often a sequence was
+A slot's state is a pure function of (sampling parameters, choice, prompt, tokens generated so far): ``reset`` rebuilds
+it from the ids, ``sample`` advances it by the token it draws, and both ways lead to the same state. A uniform depends
+on the request's seed, the choice and the position of the token alone, never on the batch or on how often a sequence was
 interrupted. ARCHITECTURE.md, "Sampling", is the definition; the arithmetic is in ``kernels/``.
 
 This module knows no page, no model and no message other than the parameters and the log-probability columns.
@@ -165,7 +165,7 @@ class Sampler:
     def prompt_logprobs(
         self, logits: NDArray[np.float32], next_token_ids: Sequence[int] | NDArray[np.int32], k: int
     ) -> LogprobColumns:
-        """Log probabilities of prompt tokens ``next_token_ids [n]`` given the rows ``logits [n, vocab]`` before them."""
+        """Log probabilities of tokens ``next_token_ids [n]`` given the rows ``logits [n, vocab]`` before them."""
         ids = np.asarray(next_token_ids).tolist()
         return _pack([row_logprobs(row, token_id, k) for row, token_id in zip(logits, ids, strict=True)])
 
@@ -179,7 +179,8 @@ class Sampler:
     def _uniforms(states: list[_Slot]) -> list[float]:
         counters = np.array([state.counter() for state in states], dtype=np.uint32)
         keys = np.array([state.key for state in states], dtype=np.uint32)
-        return uniforms(philox4x32(counters, keys)[:, 0]).tolist()
+        drawn: list[float] = uniforms(philox4x32(counters, keys)[:, 0]).tolist()
+        return drawn
 
     @staticmethod
     def _draw(state: _Slot, row: NDArray[np.float32], uniform: float) -> int | None:

@@ -6,8 +6,9 @@ For query row ``i`` of a sequence (position ``i``), head ``h`` of KV head ``g = 
     s_j   = softcap * tanh(s_j / softcap)              with softcap
     out_i = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))      the last term only with sinks
 
-Shapes: q ``[T, H, D]``; k_pages ``[pages, KVH, page_size, D]``; v_pages ``[pages, KVH, page_size, Dv]``; out ``[T, H, Dv]``
-in q's type. Everything between is float32. Positions that no token of the sequence wrote may hold anything, NaN included.
+Shapes: q ``[T, H, D]``; k_pages ``[pages, KVH, page_size, D]``; v_pages ``[pages, KVH, page_size, Dv]``; out
+``[T, H, Dv]`` in q's type. Everything between is float32. Positions that no token of the sequence wrote may hold
+anything, NaN included.
 
 The result of a row is bit-identical whatever the chunk its prompt was computed in, the page size and the batch
 (``paged_batch`` says how); that was seen with torch's MKL and OpenBLAS products and is tested.
@@ -66,7 +67,9 @@ def paged_attention(
     return out
 
 
-def _gather(pages: torch.Tensor, page_ids: torch.Tensor, num_sequences: int, name: str, work: Workspace) -> torch.Tensor:
+def _gather(
+    pages: torch.Tensor, page_ids: torch.Tensor, num_sequences: int, name: str, work: Workspace
+) -> torch.Tensor:
     """The pages of ``num_sequences`` sequences as float32 ``[num_sequences, KVH, keys, dim]``."""
     _, kv_heads, page_size, dim = pages.shape
     per_sequence = len(page_ids) // num_sequences

@@ -1,13 +1,15 @@
 """What a step's attention looks at: which query rows belong to which sequence, and where its keys and values lie.
 
-The layout of the work (which rows are computed together, which pages are gathered, what is masked) is the same for every
-layer of a step with the same window and head count, so it is planned once and kept with the batch.
+The layout of the work (which rows are computed together, which pages are gathered, what is masked) is the same for
+every layer of a step with the same window and head count, so it is planned once and kept with the batch.
 
 The plan keeps each row's result independent of how its prompt was cut into chunks, and of who else is in the batch:
-tiles of query rows begin at absolute multiples of ``QUERY_TILE``, gathered keys begin at a position that depends on the
-tile alone, sums over keys go through blocks of a size that depends on the position in the row alone (a BLAS library cuts
-a long sum where it pleases, depending on its length), and no matrix product has fewer than ``MIN_ROWS`` rows (below that,
-the library switches to kernels that add in another order).
+
+* tiles of query rows begin at absolute multiples of ``QUERY_TILE``;
+* gathered keys begin at a position that depends on the tile alone;
+* sums over keys go through blocks whose size depends on their place in the row alone (a BLAS library cuts a long sum
+  into parts that depend on its length);
+* no matrix product has fewer than ``MIN_ROWS`` rows (below that, a library's kernels add in another order).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MIN_ROWS = 8
 """Fewest rows of a matrix product."""
 
 GROUP_ELEMENTS = 1 << 18
-"""Key elements of one gather of decode rows (1 MiB of float32): what is gathered should still be in the cache when used."""
+"""Key elements of one gather of decode rows: 1 MiB of float32, still in the cache when it is used."""
 
 
 def padded_keys(num_keys: int) -> int:

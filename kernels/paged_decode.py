@@ -10,21 +10,21 @@ Shapes: q ``[B, H, D]``; k_pages ``[pages, KVH, page_size, D]``; v_pages ``[page
 float16 or bfloat16 throughout, sums in float32. Only positions below ``n`` (and inside the window) are read.
 
 Two stages. The first cuts each sequence into at most SPLITS runs of keys, so that few long sequences still fill the
-device; every program computes all heads of one KV head (padded to at least 16 rows for ``tl.dot``) over one run, in base 2.
-The second merges the runs by their log-sum-exps, and looks only at runs that were written. How many there are follows from
-``seq_lens`` on the device, so that a captured graph stays right when lengths change.
+device; every program computes all heads of one KV head (padded to at least 16 rows for ``tl.dot``) over one run, in
+base 2. The second merges the runs by their log-sum-exps, and looks only at runs that were written. How many there are
+follows from ``seq_lens`` on the device, so that a captured graph stays right when lengths change.
 
 CPU counterpart: ``paged_attention``; reference: ``paged_attention_reference``.
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
 from math import e as euler
+from math import log2
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """Penalties on tokens that have occurred, as Hugging Face (repetition) and OpenAI (presence, frequency) define them.
 
-For a token that occurs in the prompt or the answer, ``x = x / r if x > 0 else x * r`` (repetition penalty ``r``); then, for
-one that occurs ``c > 0`` times in the answer, ``x = x - (c * frequency + presence)``.
+For a token that occurs in the prompt or the answer, ``x = x / r if x > 0 else x * r`` (repetition penalty ``r``); then,
+for one that occurs ``c > 0`` times in the answer, ``x = x - (c * frequency + presence)``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class TokenCounts:
-    """Which tokens occurred, and how often in the answer. Grows with the number of distinct tokens, not the vocabulary."""
+    """Which tokens occurred, and how often in the answer. Grows with the distinct tokens, not with the vocabulary."""
 
     def __init__(self, prompt: NDArray[np.int32], generated: NDArray[np.int32]) -> None:
         ids = np.unique(np.concatenate([prompt, generated])).astype(np.int64)

@@ -7,9 +7,9 @@ With logits ``x``, temperature ``T > 0`` and ``w_j = exp((x_j - max x) / T)``:
 3. min_p: of those, keep what weighs at least ``min_p`` times the heaviest;
 4. of the kept, in ascending token id, take the first whose cumulative weight reaches ``u`` times the sum.
 
-Ties count in ascending token id. ``T = 0`` takes the largest logit. Weights of long rows are computed in float32, sums in
-float64: against float64 throughout (``sampling_reference``) the token may differ only where ``u`` (or ``top_p``) lies
-within 1e-5 of a boundary. The vocabulary is never sorted, unless the row is so flat that top_p keeps most of it.
+Ties count in ascending token id. ``T = 0`` takes the largest logit. Weights of long rows are computed in float32, sums
+in float64: against float64 throughout (``sampling_reference``) the token may differ only where ``u`` (or ``top_p``)
+lies within 1e-5 of a boundary. The vocabulary is never sorted, unless the row is so flat that top_p keeps most of it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def clean(row: NDArray[np.float32]) -> NDArray[np.float32] | None:
     return row if isfinite(float(row.max())) else None
 
 
-def draw(
-    row: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
-) -> int:
+def draw(row: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """Draw a token id from a ``clean`` row with ``temperature > 0``. 0 < uniform < 1."""
     temperature = max(temperature, MIN_TEMPERATURE)
     if 0 < top_k < len(row):
@@ -76,10 +74,11 @@ def _weights(row: NDArray[np.float32], ids: NDArray[np.int64], top: float, tempe
 
 def _all_weights(row: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
     """float32 weights of the whole row."""
-    weights = row - row.max()
+    weights: NDArray[np.float32] = row - row.max()
     if temperature != 1.0:
         weights /= np.float32(temperature)
-    return np.exp(weights, out=weights)
+    np.exp(weights, out=weights)
+    return weights
 
 
 def _top_p_count(weights: NDArray[np.float64], target: float) -> int:

@@ -19,7 +19,7 @@ class ReferenceDraw:
     token_id: int | None
     """None where no logit is finite."""
     margin: float
-    """Distance of the uniform (and of top_p, min_p) from the nearest boundary: below 1e-5 another token is right too."""
+    """Distance of the uniform (and of top_p, min_p) from a boundary: below 1e-5 another token is right too."""
 
 
 def process_reference(

@@ -14,7 +14,7 @@ BLOCKS = (128, 32)
 
 
 def top_k_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Ids of the ``min(k, n)`` largest values of ``row [n]`` in descending order; ties in ascending id. No NaN allowed."""
+    """Ids of the ``min(k, n)`` largest values of ``row [n]``, descending; ties in ascending id. No NaN allowed."""
     size = len(row)
     k = min(k, size)
     if k <= 0:

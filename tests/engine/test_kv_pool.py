@@ -20,9 +20,7 @@ def test_layers_are_disjoint_aligned_views_of_one_slab(
 ) -> None:
     pool = KVPool(LAYERS, num_pages=6, page_size=16, dtype=dtype)
     views = [view for i in range(len(LAYERS)) for view in pool.layer(i)]
-    expected = [
-        (7, layer.kv_heads, 16, dim) for layer in LAYERS for dim in (layer.key_dim, layer.value_dim)
-    ]
+    expected = [(7, layer.kv_heads, 16, dim) for layer in LAYERS for dim in (layer.key_dim, layer.value_dim)]
     assert [tuple(view.shape) for view in views] == expected
     for number, view in enumerate(views):
         assert view.dtype == torch_type

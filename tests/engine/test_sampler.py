@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,9 @@ def _logits(step: int, rows: int = 1, scale: float = 2.5) -> NDArray[np.float32]
     return (np.random.default_rng(step).standard_normal((rows, VOCAB)) * scale).astype(np.float32)
 
 
-def _params(seed: int = 0, **changes: object) -> SamplingParams:
-    return SamplingParams(seed, **changes)  # type: ignore[arg-type]  # Tests name fields freely; a wrong one raises.
-
-
-def _bias(bias: dict[int, float]) -> dict[str, bytes]:
-    return {"logit_bias_ids": pack_i32(bias), "logit_bias_values": pack_f32(bias.values())}
+def _params(seed: int = 0, bias: dict[int, float] | None = None, **changes: Any) -> SamplingParams:
+    bias = bias or {}
+    return SamplingParams(seed, logit_bias_ids=pack_i32(bias), logit_bias_values=pack_f32(bias.values()), **changes)
 
 
 def _run(sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[int], steps: range) -> list[int]:
@@ -48,8 +46,8 @@ MIXED = [
     _params(12, temperature=1.2, top_k=20, top_p=0.8, min_p=0.02),
     _params(2**64 - 1, top_p=0.5, repetition_penalty=0.7),
     _params(14, min_p=0.1, presence_penalty=-1.5, frequency_penalty=1.0, min_tokens=6, stop_token_ids=pack_i32([7, 9])),
-    _params(15, min_tokens=30, ignore_eos=True, stop_token_ids=pack_i32([11]), **_bias({3: 30.0, 11: 31.0, 600: -5.0})),
-    _params(16, temperature=0.0, min_tokens=4, **_bias({3: 40.0, 5: 39.0})),
+    _params(15, min_tokens=30, ignore_eos=True, stop_token_ids=pack_i32([11]), bias={3: 30.0, 11: 31.0, 600: -5.0}),
+    _params(16, temperature=0.0, min_tokens=4, bias={3: 40.0, 5: 39.0}),
 ]
 
 
@@ -128,13 +126,12 @@ def test_choices_and_seeds_draw_differently() -> None:
 
 def test_a_row_without_a_finite_logit_fails_alone() -> None:
     sampler = Sampler(VOCAB, EOS, 5)
-    everything = {token_id: -np.inf for token_id in range(VOCAB)}
     params = [
         _params(temperature=0.0),
         _params(1),
         _params(temperature=0.0),
         _params(2, top_p=0.5, logprobs=1),
-        _params(3, **_bias(everything)),
+        _params(3, bias=dict.fromkeys(range(VOCAB), -np.inf)),
     ]
     for slot, sampling in enumerate(params):
         sampler.reset(slot, sampling, 0, [1], 1)
@@ -157,17 +154,18 @@ def test_a_row_without_a_finite_logit_fails_alone() -> None:
 
 
 def _values(columns: LogprobColumns) -> tuple[list[int], list[int], list[float], list[int]]:
+    values: list[float] = np.frombuffer(columns.values, dtype=np.float32).tolist()
     return (
         unpack_i32(columns.counts).tolist(),
         unpack_i32(columns.token_ids).tolist(),
-        unpack_f32(columns.values).tolist(),
+        values,
         unpack_i32(columns.ranks).tolist(),
     )
 
 
 def test_logprobs_come_from_the_unprocessed_logits() -> None:
     sampler = Sampler(VOCAB, EOS, 3)
-    sampler.reset(0, _params(temperature=0.0, logprobs=2, **_bias({100: 100.0})), 0, [1], 1)
+    sampler.reset(0, _params(temperature=0.0, logprobs=2, bias={100: 100.0}), 0, [1], 1)
     sampler.reset(1, _params(temperature=0.0), 0, [1], 1)
     sampler.reset(2, _params(temperature=0.0, logprobs=0), 0, [1], 1)
     logits = _logits(4, rows=3)
@@ -200,9 +198,7 @@ def test_prompt_logprobs() -> None:
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:
     sampler = Sampler(VOCAB, (VOCAB + 5, 3), 1)
-    sampling = _params(
-        temperature=0.0, min_tokens=1, stop_token_ids=pack_i32([VOCAB, -1]), **_bias({-2: 9.0, VOCAB: 9.0})
-    )
+    sampling = _params(temperature=0.0, min_tokens=1, stop_token_ids=pack_i32([VOCAB, -1]), bias={-2: 9.0, VOCAB: 9.0})
     sampler.reset(0, sampling, 0, [1], 1)
     assert sampler.sample([0], _logits(0)).token_ids == [int(_logits(0)[0].argmax())]
 
