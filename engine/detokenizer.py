@@ -20,8 +20,6 @@ import codecs
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from tokenizers import Tokenizer
-
 from ringserve.engine.token_text import BYTE_TOKEN, TokenText, byte_level_alphabet, byte_level_bytes
 
 REPLACEMENT: Final = "�"
@@ -282,16 +280,17 @@ class _ChainDetokenizer:
 class _WindowDetokenizer:
     """Decodes the last tokens with and without the new ones; the difference is the new text."""
 
-    __slots__ = ("_backend", "_context", "_new", "_skipped")
+    __slots__ = ("_backend", "_context", "_new", "_skipped", "_tokens")
 
-    def __init__(self, backend: Tokenizer, skipped: frozenset[int]) -> None:
-        self._backend = backend
+    def __init__(self, tokens: TokenText, skipped: frozenset[int]) -> None:
+        self._tokens = tokens
+        self._backend = tokens.backend
         self._skipped = skipped
         self._context: list[int] = []
         self._new: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        if token_id in self._skipped or token_id < 0:
+        if token_id in self._skipped or self._tokens.vocabulary_string(token_id) is None:
             return ""
         self._new.append(token_id)
         return self._take(final=len(self._new) >= _MAX_WINDOW)
@@ -322,5 +321,5 @@ class DetokenizerFactory:
     def create(self, skip_special_tokens: bool = True) -> Detokenizer:
         skipped = self._tokens.special_ids if skip_special_tokens else frozenset[int]()
         if self._plan is None:
-            return _WindowDetokenizer(self._tokens.backend, skipped)
+            return _WindowDetokenizer(self._tokens, skipped)
         return _ChainDetokenizer(self._tokens, [make() for make in self._plan], skipped)
