@@ -42,9 +42,7 @@ def split_logprobs(columns: LogprobColumns) -> list[LogprobEntry]:
             continue
         end = start + 4 * count
         entries.append(
-            LogprobEntry(
-                count, columns.token_ids[start:end], columns.values[start:end], columns.ranks[rank : rank + 4]
-            )
+            LogprobEntry(count, columns.token_ids[start:end], columns.values[start:end], columns.ranks[rank : rank + 4])
         )
         start, rank = end, rank + 4
     return entries

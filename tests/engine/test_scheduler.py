@@ -43,7 +43,7 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget(page_size: int) -> None:
     engine = Engine(executor_ready(page_size, num_pages=8, max_num_batched_tokens=32))
     request = make_request(1, 100, 3)
     engine.add(request)
-    sizes = []
+    sizes: list[int] = []
     while (step := engine.schedule()) is not None:
         sizes += rows(step).values()
         engine.deliver()
@@ -352,18 +352,19 @@ def outgrow(engine: Engine) -> None:
 def test_a_victim_keeps_its_place(page_size: int) -> None:
     """It is admitted again before whoever came later, even one that would fit at once."""
     engine = Engine(executor_ready(page_size, num_pages=6, max_num_batched_tokens=256))
-    engine.add(make_request(1, 2 * page_size - 2, 2 * page_size + 8))
-    engine.add(make_request(2, 2 * page_size - 1, 2 * page_size + 8))
+    older, victim = (make_request(i, 2 * page_size - 2, 2 * page_size + 8) for i in (1, 2))
+    later = make_request(3, 1, 40)
+    engine.add(older)
+    engine.add(victim)
     outgrow(engine)
     assert not engine.choices[1, 0].finishes
-    engine.add(make_request(3, 1, 2 * page_size + 8))
+    engine.add(later)
     num_steps = len(engine.steps)
     engine.run()
     admitted = [new.sampling.seed for step in engine.steps[num_steps:] for new in step.new_sequences]
     assert admitted[:2] == [2, 3]
-    for request in (make_request(1, 2 * page_size - 2, 2 * page_size + 8), make_request(2, 2 * page_size - 1, 2 * page_size + 8)):
+    for request in (older, victim, later):
         engine.check_alone(request)
-    engine.check_alone(make_request(3, 1, 2 * page_size + 8))
 
 
 def test_a_victim_is_not_sent_again_before_its_tokens_are_back() -> None:
