@@ -57,6 +57,7 @@ _SHORT_TEXT: Final = 2_000
 """Characters that are encoded on the event loop: about 0.3 ms."""
 _SHORT_IDS: Final = 4 * 4_096
 """Bytes of token ids that are checked on the event loop."""
+_FEW_MESSAGES: Final = 32
 _RETRY_AFTER: Final = 1.0
 """Seconds, while the model loads."""
 _NUM_THREADS: Final = 2
@@ -163,7 +164,9 @@ class TokenizerActor:
             )
             return
         if request_id in self._requests:
-            raise ValueError(f"{source} used request id {request_id} twice")
+            logger.error("%s used request id %d twice", source, request_id)
+            self._send(source, RequestRefused(request_id, 500, "The request id is in use.", "server_error"))
+            return
         state = self._requests[request_id] = RequestState(request_id, source, request.n)
         self._lanes.submit(
             source,
@@ -289,7 +292,13 @@ def _is_short(prompt: Prompt) -> bool:
         return len(prompt.text) < _SHORT_TEXT
     if isinstance(prompt, ChatPrompt):
         # A foreign template is a program of unknown length.
-        if prompt.chat_template is not None or prompt.template_kwargs or len(prompt.messages) > 32:
+        if prompt.chat_template is not None or prompt.template_kwargs or len(prompt.messages) > _FEW_MESSAGES:
             return False
-        return sum(len(str(message.get("content"))) for message in prompt.messages) < _SHORT_TEXT
+        return sum(map(_size_of, prompt.messages)) < _SHORT_TEXT
     return len(prompt.token_ids) <= _SHORT_IDS
+
+
+def _size_of(message: dict[str, Any]) -> int:
+    """Characters of a plain message; of any other too many to be short."""
+    content = message.get("content")
+    return len(content) if isinstance(content, str) and len(message) == 2 else _SHORT_TEXT

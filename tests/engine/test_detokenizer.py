@@ -44,10 +44,21 @@ def awkward_tokenizer(decoder: decoders.Decoder) -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
+    """Byte -> id of its byte-level token."""
+    return {byte: id_of(tokenizer, character) for character, byte in byte_level_alphabet().items()}
+
+
 def random_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
     """Ids with runs of (cut) multi-byte characters and ids that stand for nothing."""
-    characters = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "😀€é".encode()]
-    levels = {byte: tokenizer.token_to_id(c) for c, byte in byte_level_alphabet().items()}
+    characters = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in "😀€é".encode()]
+    levels = byte_ids(tokenizer)
     spelled = [levels[byte] for byte in "😀€é".encode()]
     ids: list[int] = []
     for _ in range(rng.randrange(30)):
@@ -89,7 +100,7 @@ def test_real_text_streams_without_a_broken_character(kind: str) -> None:
 
 def test_incomplete_characters_are_held_and_flushed() -> None:
     tokenizer = awkward_tokenizer(decoders.ByteLevel())
-    levels = {byte: tokenizer.token_to_id(c) for c, byte in byte_level_alphabet().items()}
+    levels = byte_ids(tokenizer)
     detokenizer = DetokenizerFactory(TokenText(tokenizer)).create()
     first, *_, last = (levels[byte] for byte in "😀".encode())
     assert detokenizer.feed(first) == ""
@@ -103,20 +114,20 @@ def test_incomplete_characters_are_held_and_flushed() -> None:
 
 def test_a_run_of_byte_tokens_is_decided_as_a_whole() -> None:
     tokenizer = awkward_tokenizer(DECODERS["llama"])
-    euro = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "€".encode()]
+    euro = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in "€".encode()]
     detokenizer = DetokenizerFactory(TokenText(tokenizer)).create()
     assert [detokenizer.feed(token) for token in euro] == ["", "", ""]
     assert detokenizer.feed(euro[1]) == "����"  # the run can no longer be valid
     assert detokenizer.feed(euro[0]) == "�"
-    assert detokenizer.feed(tokenizer.token_to_id("x")) == "x"
+    assert detokenizer.feed(id_of(tokenizer, "x")) == "x"
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama", "metaspace"])
 def test_state_does_not_grow(name: str) -> None:
     """20,000 tokens that are never valid: DecodeStream needs half a minute for them."""
     tokenizer = awkward_tokenizer(DECODERS[name])
-    levels = {byte: tokenizer.token_to_id(c) for c, byte in byte_level_alphabet().items()}
-    token = tokenizer.token_to_id("<0xBF>") if name == "llama" else levels[0xBF]
+    levels = byte_ids(tokenizer)
+    token = id_of(tokenizer, "<0xBF>") if name == "llama" else levels[0xBF]
     detokenizer = DetokenizerFactory(TokenText(tokenizer)).create()
     assert all(len(detokenizer.feed(token)) == 1 for _ in range(20_000))
     assert detokenizer.flush() == ""
@@ -124,15 +135,15 @@ def test_state_does_not_grow(name: str) -> None:
 
 def test_token_bytes_are_exact() -> None:
     text = TokenText(awkward_tokenizer(decoders.ByteLevel()))
-    levels = {byte: text.backend.token_to_id(c) for c, byte in byte_level_alphabet().items()}
+    levels = byte_ids(text.backend)
     assert [text.raw(levels[byte]) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert text.text(levels[0xF0]) == "�"
-    special = text.backend.token_to_id("</é>")
+    special = id_of(text.backend, "</é>")
     assert (text.text(special), text.raw(special)) == ("</é>", "</é>".encode())
     assert (text.vocabulary_string(10**6), text.raw(10**6), text.text(-1)) == (None, b"", "")
     text = TokenText(awkward_tokenizer(DECODERS["llama"]))
-    assert text.raw(text.backend.token_to_id("<0xF0>")) == b"\xf0"
-    assert text.text(text.backend.token_to_id("a▁b")) == "a b"
+    assert text.raw(id_of(text.backend, "<0xF0>")) == b"\xf0"
+    assert text.text(id_of(text.backend, "a▁b")) == "a b"
 
 
 def test_token_bytes_join_to_the_text() -> None:

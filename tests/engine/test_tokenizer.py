@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,7 +218,7 @@ def test_ten_megabytes_are_refused_without_encoding(world: World, monkeypatch: p
 
     monkeypatch.setattr(PromptEncoder, "_encode_text", never)
     for prompt in (TextPrompt("word " * 2_000_000), ChatPrompt([{"role": "user", "content": "word " * 2_000_000}])):
-        run_until_quiet(world, lambda prompt=prompt: generate(world, prompt))
+        run_until_quiet(world, partial(generate, world, prompt))
         assert refusal(world).code == "context_length_exceeded"
 
 
@@ -264,6 +265,15 @@ def test_a_fault_of_the_library_refuses_one_request(world: World, monkeypatch: p
     assert refusal(world).status == 500
     generate(world)
     assert len(world.scheduler.take()) == 1
+    feed(world, Row(1, finish="abort"))
+
+
+def test_a_request_id_used_twice_is_refused(world: World) -> None:
+    generate(world)
+    world.scheduler.clear()
+    generate(world)
+    assert refusal(world).status == 500
+    assert len(world.actor._requests) == 1
     feed(world, Row(1, finish="abort"))
 
 
@@ -631,7 +641,7 @@ def test_a_client_that_has_less_gets_the_rest(world: World) -> None:
     assert request.resumed[0].finish_reason is None
     feed(world, Row(1, [2], finish="stop"))
     received = collect(world.frontend.take())[1, 0]
-    assert received.text == "onderful world"[0:]
+    assert received.text == "onderful world"
     assert received.finishes[0].num_output_tokens == len(ids) + 1
 
 
