@@ -55,13 +55,13 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     if author is not None:
         if not isinstance(author, str):
             raise invalid(f"{place}.name must be a string.", f"{place}.name")
-        checked["name"] = _text(author, f"{place}.name")
+        checked["name"] = author
     return checked
 
 
 def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
-        return _text(content, place)
+        return content
     if not isinstance(content, list) or not content:
         raise invalid(f"{place} must be a string or a list of text parts.", place)
     return "\n".join(_part(part, f"{place}[{index}]") for index, part in enumerate(content))
@@ -69,7 +69,7 @@ def _content(content: Any, place: str) -> str:
 
 def _part(part: Any, place: str) -> str:
     if isinstance(part, str):
-        return _text(part, place)
+        return part
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise invalid(f"{place} must be an object with a type.", place)
     if part["type"] not in ("text", "input_text", "output_text"):
@@ -77,12 +77,5 @@ def _part(part: Any, place: str) -> str:
         raise invalid(message, f"{place}.type", "unsupported_parameter")
     if not isinstance(part.get("text"), str):
         raise invalid(f"{place}.text must be a string.", f"{place}.text")
-    return _text(part["text"], f"{place}.text")
-
-
-def _text(text: str, place: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{place} is not well-formed Unicode.", place) from None
+    text: str = part["text"]
     return text

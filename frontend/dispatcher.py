@@ -293,7 +293,7 @@ class Dispatcher:
         record.queued_ns, record.first_scheduled_ns = start.queued_ns, start.first_scheduled_ns
         if entry.num_prompt_tokens is None:
             entry.num_prompt_tokens = start.num_prompt_tokens
-            self._metrics.on_prompt(start.num_prompt_tokens, start.num_cached_tokens, entry.request.n, start.max_tokens)
+            self._metrics.on_prompt(start, entry.request)
 
     def _on_tokens(self, entry: JournalEntry[Call], record: ChoiceRecord, tokens: list[int], now_ns: int) -> None:
         record.token_ids.extend(tokens)
@@ -307,6 +307,7 @@ class Dispatcher:
 
     def _on_finish(self, entry: JournalEntry[Call], choice: int, finish: TextFinish, now_ns: int) -> None:
         record = entry.choices[choice]
+        self._metrics.on_tokens(max(0, finish.num_output_tokens - len(record.token_ids)))  # counted, not sent
         self._journal.finish_choice(entry, choice, finish.reason)
         self._metrics.on_finish(
             finish.reason,

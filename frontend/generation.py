@@ -18,7 +18,7 @@ from ringserve.frontend import sse
 from ringserve.frontend.answers import AnswerFormat
 from ringserve.frontend.context import CLIENT_GONE, Exchange, exchange_of
 from ringserve.frontend.dispatcher import Call, Dispatcher, Plan
-from ringserve.frontend.errors import ApiError, ClientGone, shutting_down
+from ringserve.frontend.errors import ApiError, ClientGone
 from ringserve.frontend.socket_writer import SocketWriter
 from ringserve.frontend.stream import ChoiceOutput, OutputCollector, OutputStream
 from ringserve.frontend.usage import Usage
@@ -212,7 +212,7 @@ def check_finish(finish: TextFinish) -> None:
     if finish.reason == "error":
         raise ApiError(500, finish.message or "The engine could not complete the request.", code="generation_failed")
     if finish.reason == "abort":
-        raise shutting_down()
+        raise ApiError(500, "The server ended the request before it was complete.", code="aborted")
 
 
 async def _start(send: Send, headers: dict[str, str]) -> None:

@@ -8,14 +8,21 @@ for each prompt. Everything is derived from the messages of the tokenizer proces
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from collections.abc import Sequence
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ringserve.frontend import buckets
-from ringserve.messages import EngineStats, ExecutorReady, FinishReason, StepTimes, TextOutputs
+from ringserve.messages import (
+    EngineStats,
+    ExecutorReady,
+    FinishReason,
+    GenerateRequest,
+    StepTimes,
+    TextOutputs,
+    TextStart,
+)
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -89,6 +96,14 @@ class Metrics:
             buckets=buckets.HOP,
         )
         self._hops = {hop: hops.labels(*self._values, hop) for hop in _HOPS}
+        stages = Histogram(
+            "ringserve_request_stage_seconds",
+            "A request's way to its first step.",
+            (*_LABELS, "stage"),
+            registry=self._registry,
+            buckets=buckets.HOP,
+        )
+        self._stages = {stage: stages.labels(*self._values, stage) for stage in _STAGES}
         info = Gauge("ringserve_build_info", "Version.", (*_LABELS, "version"), registry=self._registry)
         info.labels(*self._values, version).set(1)
 
@@ -143,13 +158,22 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------------ per request
 
-    def on_prompt(self, num_tokens: int, num_cached: int, n: int, max_tokens: int) -> None:
+    def on_prompt(self, start: TextStart, request: GenerateRequest) -> None:
         """A prompt gave its first output."""
-        self._prompt_tokens.inc(num_tokens)
-        self._cached_tokens.inc(num_cached)
-        self._request_prompt_tokens.observe(num_tokens)
-        self._params_n.observe(n)
-        self._params_max_tokens.observe(max_tokens)
+        self._prompt_tokens.inc(start.num_prompt_tokens)
+        self._cached_tokens.inc(start.num_cached_tokens)
+        self._request_prompt_tokens.observe(start.num_prompt_tokens)
+        self._params_n.observe(request.n)
+        self._params_max_tokens.observe(start.max_tokens)
+        stamps = (
+            request.received_ns,
+            request.sent_ns,
+            start.tokenized_ns,
+            start.queued_ns,
+            start.first_scheduled_ns,
+        )
+        for stage, begin, end in zip(_STAGES, stamps[:-1], stamps[1:], strict=True):
+            self._stages[stage].observe(max(0, end - begin) * _NS)
 
     def on_tokens(self, count: int) -> None:
         self._generation_tokens.inc(count)
@@ -219,6 +243,9 @@ class Metrics:
         family = Histogram(name, text, _LABELS, registry=self._registry, buckets=tuple(upper_bounds))
         return family.labels(*self._values)
 
+
+_STAGES = ("frontend", "tokenizer", "tokenizer_to_scheduler_ring", "queue")
+"""From the request's head to its first step; "tokenizer" has the ring to it."""
 
 _HOPS = (
     "scheduler_to_executor_ring",

@@ -1,4 +1,7 @@
-"""From a request's bytes to a body Struct. Anything wrong with them is a 400 (or 413) that names the place."""
+"""From a request's bytes to a body Struct. Anything wrong with them is a 400 (or 413) that names the place.
+
+msgspec refuses lone surrogates, so that every text that passes here is well-formed Unicode.
+"""
 
 from __future__ import annotations
 

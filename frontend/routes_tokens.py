@@ -15,7 +15,7 @@ from ringserve.frontend.json_response import JsonResponse
 from ringserve.frontend.parsing import read_struct
 from ringserve.frontend.protocol import DetokenizeBody, TokenizeBody
 from ringserve.frontend.service import Service
-from ringserve.messages import Prompt, unpack_i32
+from ringserve.messages import Prompt, TextPrompt, unpack_i32
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def _prompt(body: TokenizeBody) -> Prompt:
     for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(body, name):
             raise invalid(f"{name} is only allowed with messages.", name)
-    return validation.text_prompt(body.prompt or "", body.add_special_tokens is not False)
+    return TextPrompt(body.prompt or "", body.add_special_tokens is not False)
 
 
 async def unless_gone(request: Request, question: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from ringserve.config import FrontendSettings
 from ringserve.frontend.app import build_app

@@ -165,13 +165,13 @@ def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:
     add_special_tokens = body.add_special_tokens is not False
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [text_prompt(prompt, add_special_tokens)]
+        return [TextPrompt(prompt, add_special_tokens)]
     if not prompt:
         raise invalid("prompt must not be empty.", "prompt")
     if all(type(each) is int for each in prompt):
         return [TokenPrompt(token_ids(prompt, vocab_size, "prompt"))]
     if all(type(each) is str for each in prompt):
-        return [text_prompt(str(each), add_special_tokens) for each in prompt]
+        return [TextPrompt(str(each), add_special_tokens) for each in prompt]
     prompts: list[Prompt] = []
     for each in prompt:
         if not isinstance(each, list):
@@ -182,23 +182,11 @@ def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:
     return prompts
 
 
-def text_prompt(text: str, add_special_tokens: bool) -> TextPrompt:
-    return TextPrompt(_well_formed(text, "prompt"), add_special_tokens)
-
-
 def token_ids(ids: list[Any], vocab_size: int, name: str) -> bytes:
     """Packed; every id must be one of the model's."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise invalid(f"{name} must hold token ids from 0 to {vocab_size - 1} only.", name)
     return array("i", ids).tobytes()
-
-
-def _well_formed(text: str, name: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{name} is not well-formed Unicode.", name) from None
-    return text
 
 
 def _bounded_logprobs(value: int | None, name: str, limits: Limits) -> int:

@@ -19,5 +19,3 @@ def frontend() -> Iterator[RunningFrontend]:
 def http(frontend: RunningFrontend) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=frontend.url, timeout=20) as client:
         yield client
-
-

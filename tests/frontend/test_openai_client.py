@@ -106,7 +106,9 @@ def test_several_prompts_times_n(client: openai.OpenAI, frontend: RunningFronten
 
 
 def test_token_id_prompts(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt=[[5, 6], [7]], max_tokens=1, extra_body={"return_token_ids": True})
+    answer = client.completions.create(
+        model=MODEL, prompt=[[5, 6], [7]], max_tokens=1, extra_body={"return_token_ids": True}
+    )
     bodies = [choice.model_dump() for choice in answer.choices]
     assert [body["prompt_token_ids"] for body in bodies] == [[5, 6], [7]]
     assert [body["token_ids"] for body in bodies] == [[100], [100]]

@@ -91,6 +91,8 @@ class FakeTokenizer:
     """Abort is answered by the final message at once (else by ``finish_aborted``)."""
     step_text: str | None = None
     """Every token's text, instead of a word."""
+    mute: bool = False
+    """Questions get no answer."""
     fail_after: int | None = None
     """Tokens after which a choice ends with an error."""
     running: list[Running] = field(default_factory=list)
@@ -133,7 +135,9 @@ class FakeTokenizer:
     def _generate(self, request: GenerateRequest) -> None:
         ids = _ids(request.prompt)
         if len(ids) >= MAX_MODEL_LEN:
-            text = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your prompt has {len(ids)}."
+            text = (
+                f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your prompt has {len(ids)}."
+            )
             self._later([RequestRefused(request.request_id, 400, text, param="prompt", code="context_length_exceeded")])
             return
         room = MAX_MODEL_LEN - len(ids)
@@ -258,6 +262,8 @@ class FakeTokenizer:
     # --------------------------------------------------------------------------------------------- delivery
 
     def _later(self, messages: list[FrontendInbound]) -> None:
+        if self.mute:
+            return
         asyncio.get_running_loop().call_soon(self._deliver, *messages)
 
     def _deliver(self, *messages: FrontendInbound) -> None:
@@ -283,7 +289,9 @@ def _ids(prompt: Prompt) -> list[int]:
 
 
 def _logprob(token: int, text: str, num_top: int, first: bool = False) -> TokenLogprob:
-    top = tuple(CandidateLogprob(token + k, f"{text}{k}", f"{text}{k}".encode(), -0.5 * (k + 1)) for k in range(num_top))
+    top = tuple(
+        CandidateLogprob(token + k, f"{text}{k}", f"{text}{k}".encode(), -0.5 * (k + 1)) for k in range(num_top)
+    )
     return TokenLogprob(token, text, text.encode(), None if first else -0.25, 1, () if first else top)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,14 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvloop
+from fake_tokenizer_process import READY, FakeTokenizer
 
 from ringserve.actor import ActorContext
 from ringserve.config import FrontendConfig, FrontendSettings
 from ringserve.frontend.generation import StreamSettings
 from ringserve.frontend.server import FrontendActor
 from ringserve.messages import FrontendInbound, Started, StartFailed, SupervisorInbound
-
-from fake_tokenizer_process import READY, FakeTokenizer
 
 T = TypeVar("T")
 MODEL = "fake-model"
@@ -33,9 +35,10 @@ class RunningFrontend:
         streams: StreamSettings | None = None,
         ready: bool = True,
         max_num_seqs: int = 8,
+        keep_port: bool = False,
     ) -> None:
         config = config or FrontendConfig()
-        self.config = msgspec.structs.replace(config, port=0, debug_endpoints=True)
+        self.config = msgspec.structs.replace(config, port=config.port if keep_port else 0, debug_endpoints=True)
         self.settings = FrontendSettings(
             index=0, model_name=MODEL, max_num_seqs=max_num_seqs, version="9.9.9", config=self.config
         )
@@ -54,8 +57,8 @@ class RunningFrontend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            self.call(self.actor.request_stop)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self.loop.call_soon_threadsafe(self.actor.request_stop)
         self._thread.join(15)
         assert not self._thread.is_alive()
 
@@ -123,6 +126,34 @@ class RunningFrontend:
             self._exit.set_exception(error)
         else:
             self._exit.set_result(None)
+
+
+class RawClient:
+    """A connection whose bytes are in our hands."""
+
+    def __init__(self, frontend: RunningFrontend, receive_buffer: int | None = None) -> None:
+        host, port = frontend.url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(10)
+        self.socket.connect((host, int(port)))
+
+    def post(self, path: str, body: dict[str, Any], headers: str = "") -> None:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def read_until(self, end: bytes) -> bytes:
+        data = b""
+        while end not in data:
+            piece = self.socket.recv(65536)
+            assert piece, data
+            data += piece
+        return data
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 def chat_body(**more: Any) -> dict[str, Any]:
