@@ -5,10 +5,9 @@ computed tokens up with the tokens it knows; chunked prefill, decode and recompu
 rule. Up to ``max_steps_in_flight`` steps are planned before their results are back: a sequence that reaches its last
 known token is assumed to yield one more, which the executor feeds to itself.
 
-Policy: first come, first served. A step takes the running sequences first, those that need one token before those in
-the middle of a prompt, then admits from the head of the queue. Hence every running sequence arrived before every
-waiting one; the victim of preemption, the latest running one, goes back to the head of the queue, and the oldest
-sequence is never preempted: something always advances.
+Policy: first come, first served. A step takes the running sequences in order of arrival, then admits from the head of
+the queue. Hence every running sequence arrived before every waiting one; the victim of preemption, the latest running
+one, goes back to the head of the queue, and the oldest sequence is never preempted: something always advances.
 
 Results are matched with the records of the steps as planned, never by slot alone, so the late result of a sequence
 that has ended meanwhile is not credited to the one that has its slot now.
@@ -166,38 +165,30 @@ class Scheduler:
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
         plan = StepPlan(self._max_num_batched_tokens)
-        prefills = []
+        # In order of arrival. Whoever is in the middle of a prompt took all that was left of a budget, so nobody was
+        # admitted after it: decodes come first by themselves.
         for sequence in list(self._running):
-            if sequence.num_schedulable_tokens == 1:
+            if sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one in this loop
                 self._plan_running(sequence, plan)
-            else:
-                prefills.append(sequence)
-        for sequence in prefills:
-            self._plan_running(sequence, plan)
-        if not plan.preempted:
-            self._admit(plan)
+        self._admit(plan)
         return self._commit(plan, now_ns) if plan.num_tokens else None
 
     def _plan_running(self, sequence: Sequence, plan: StepPlan) -> None:
-        if sequence.status is not SequenceStatus.RUNNING:  # preempted for an older one of this step
-            return
         num_tokens = min(sequence.num_schedulable_tokens, plan.budget)
         if num_tokens == 0:
             return
         while (pages := self._kv.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens)) is None:
             victim = next(reversed(self._running))
-            self._preempt(victim, plan)
+            self._preempt(victim)
             if victim is sequence:
                 return
         plan.add(sequence, num_tokens, pages)
 
-    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+    def _preempt(self, victim: Sequence) -> None:
         """Throw a sequence's keys and values away; it is computed again from its tokens, later.
 
         Tokens that steps in flight draw for it are kept when they arrive, so it is not sent again before that.
         """
-        plan.remove(victim)
-        plan.preempted = True
         self._num_preemptions += 1
         self._preempted_tokens += victim.num_computed_tokens
         victim.num_preemptions += 1
@@ -210,7 +201,7 @@ class Scheduler:
 
         All pages of the tokens known so far are taken at once, so that a prompt once begun is never stuck half-way.
         Every running sequence will soon want another page: unless nothing runs, one for each stays free, or the
-        newcomer would be preempted again at once.
+        newcomer would be preempted again at once (and a victim admitted again in the step that threw it out).
         """
         while self._waiting and self._free_slots and plan.budget > 0:
             sequence = next(iter(self._waiting))

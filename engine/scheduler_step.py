@@ -18,16 +18,11 @@ class StepPlan:
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)
-    preempted: bool = False
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens
         self.new_pages[sequence] = new_pages
         self.budget -= num_tokens
-
-    def remove(self, sequence: Sequence) -> None:
-        self.budget += self.num_tokens.pop(sequence, 0)
-        self.new_pages.pop(sequence, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,22 +367,24 @@ def test_a_victim_keeps_its_place(page_size: int) -> None:
         engine.check_alone(request)
 
 
-def test_a_victim_is_not_sent_again_before_its_tokens_are_back() -> None:
-    engine = Engine(executor_ready(page_size=16, num_pages=6, max_num_batched_tokens=256))
+@pytest.mark.parametrize("max_steps_in_flight", [2, 3])
+def test_a_victim_is_not_sent_again_before_its_tokens_are_back(max_steps_in_flight: int) -> None:
+    engine = Engine(executor_ready(page_size=16, num_pages=6, max_num_batched_tokens=256), max_steps_in_flight)
     engine.add(make_request(1, 30, 40))
     engine.add(make_request(2, 31, 40))
     outgrow(engine)
-    assert len(engine.in_flight) == 2
-    known = len(engine.choices[2, 0].tokens)
+    num_known = len(engine.choices[2, 0].tokens)
+    (victim,) = engine.scheduler._waiting
+    num_pending = victim.num_pending_tokens
+    assert num_pending == max_steps_in_flight - 1
     engine.abort(1)  # room enough to go on at once
-    assert engine.schedule() is None
-    engine.deliver()
-    sent = engine.schedule()
-    while sent is None:
+    for _ in range(num_pending):
+        assert engine.schedule() is None
         engine.deliver()
-        sent = engine.schedule()
+    sent = engine.schedule()
+    assert sent is not None
     (again,) = sent.new_sequences
-    assert len(again.token_ids) // 4 - 31 == len(engine.choices[2, 0].tokens) > known
+    assert len(again.token_ids) // 4 - 31 == len(engine.choices[2, 0].tokens) == num_known + num_pending
     engine.run()
     engine.check_alone(make_request(2, 31, 40))
 
@@ -589,6 +591,11 @@ def test_prompt_logprobs_of_choice_zero_once_each_even_after_preemption(page_siz
         engine.add(request)
     engine.run()
     assert engine.choices[1, 1].finishes[0].num_preemptions + engine.choices[2, 0].finishes[0].num_preemptions > 0
+    sent = [new for step in engine.steps for new in step.new_sequences]
+    assert {new.sampling.prompt_logprobs for new in sent if new.choice == 1} == {-1}
+    assert len(sent) > 4
+    assert sent[0].sampling.prompt_logprobs == 0
+    assert sent[-1].sampling.prompt_logprobs == -1  # sent again with all of them known
     for request in requests:
         prompt = list(unpack_i32(request.prompt_token_ids))
         position = 0

@@ -22,7 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([4, 8, 2, 1]),
         budget=st.sampled_from([16, 5, 48, 2, 1]),
         max_model_len=st.sampled_from([60, 200, 30, 8]),
-        max_steps_in_flight=st.sampled_from([2, 2, 1]),
+        max_steps_in_flight=st.sampled_from([2, 2, 1, 3]),
     )
     def start(
         self,
