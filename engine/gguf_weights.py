@@ -74,13 +74,9 @@ def is_plain_llama(file: GgufFile) -> bool:
     """Whether the fast path knows every tensor and every setting of the file."""
     if file.architecture != "llama" or file.metadata.get("llama.expert_count"):
         return False
-    if any(key.startswith("llama.rope.scaling.") and value not in ("none", None, 1.0) for key, value in _scaling(file)):
+    if any(key.startswith("llama.rope.scaling.") and value != "none" for key, value in file.metadata.items()):
         return False
     return all(_target_name(name) is not None for name in file.tensor_names)
-
-
-def _scaling(file: GgufFile) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in file.metadata.items() if key.startswith("llama.rope.scaling.")]
 
 
 def _target_name(name: str) -> str | None:
@@ -173,7 +169,8 @@ def load_llama(file: GgufFile, dtype: torch.dtype, attention: str, progress: Cal
         raise ModelError(f"{file.path} lacks or has surplus tensors, first {names[0]}; download it again")
     model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not loaded
     progress(1.0)
-    return model.eval()  # type: ignore[no-any-return]
+    ready: nn.Module = model.eval()
+    return ready
 
 
 def _rotary_order(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,9 +59,9 @@ class TracedModel:
     """Columns of the logits."""
 
 
-def check_model(model: nn.Module) -> TracedModel:
-    """Raises ModelError with the reason where the model would not be served right."""
-    with torch.inference_mode(), _float32(model), _small_windows(model):
+def check_model(model: nn.Module, free_bytes: int = 1 << 62) -> TracedModel:
+    """Raises ModelError with the reason where the model would not be served right. ``free_bytes``: what it may use."""
+    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model):
         sequences = _sequences(model)
         traced = _trace(model, sequences[0])
         reference = _reference(model, sequences)
@@ -73,7 +73,7 @@ def check_model(model: nn.Module) -> TracedModel:
 
 def _sequences(model: nn.Module) -> list[torch.Tensor]:
     """Token ids spread over the vocabulary, the same at every start."""
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = cast(Any, model).get_input_embeddings()
     generator = np.random.default_rng(1234)
     return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in LENGTHS]
 
@@ -209,10 +209,28 @@ def _attention(model: nn.Module, name: str) -> Iterator[None]:
             config._attn_implementation = ATTENTION_NAME
 
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
 @contextlib.contextmanager
-def _float32(model: nn.Module) -> Iterator[None]:
-    """Weights in float32 for a while, so that a difference is a mistake and not rounding."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.bfloat16, torch.float16)]
+def _float32(model: nn.Module, free_bytes: int) -> Iterator[None]:
+    """Weights in float32 for a while, so that a difference is a mistake and not rounding: all at once where a copy fits
+    into half of the free memory (faster), else each module's own while it computes."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in LOW_PRECISION]
+    if sum(4 * t.numel() for t in tensors) <= free_bytes // 2:
+        with _converted(tensors):
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            own = [t for t in (*module.parameters(False), *module.buffers(False)) if t.dtype in LOW_PRECISION]
+            if own:
+                stack.enter_context(_converted_while_computing(module, own))
+        yield
+
+
+@contextlib.contextmanager
+def _converted(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     kept = [t.data for t in tensors]
     try:
         for tensor in tensors:
@@ -221,6 +239,25 @@ def _float32(model: nn.Module) -> Iterator[None]:
     finally:
         for tensor, data in zip(tensors, kept, strict=True):
             tensor.data = data
+
+
+@contextlib.contextmanager
+def _converted_while_computing(module: nn.Module, own: Sequence[torch.Tensor]) -> Iterator[None]:
+    stack = contextlib.ExitStack()
+
+    def convert(module: nn.Module, arguments: Any) -> None:
+        stack.enter_context(_converted(own))
+
+    def restore(module: nn.Module, arguments: Any, output: Any) -> None:
+        stack.close()
+
+    before = module.register_forward_pre_hook(convert)
+    after = module.register_forward_hook(restore, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 @contextlib.contextmanager

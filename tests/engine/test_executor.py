@@ -1,0 +1,203 @@
+"""The executor as an actor: what it reports while it starts, how it refuses, how it runs steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import REFUSED, SERVED, make_checkpoint
+from step_planner import GREEDY
+
+from ringserve.actor import ActorContext
+from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
+from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
+from ringserve.messages import (
+    ExecutorReady,
+    LoadProgress,
+    ModelRunnerOutput,
+    NewSequence,
+    Progress,
+    SchedulerOutput,
+    Started,
+    StartFailed,
+    pack_i32,
+    unpack_i32,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor instructs its libraries through its own process's environment, which here is everybody's."""
+    for name in (*THREAD_ENVIRONMENT, "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@dataclass
+class Neighbours:
+    """Records what the executor says."""
+
+    sent: list[Any] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def executor(path: Path, neighbours: Neighbours, **changes: Any) -> Executor:
+    config = ExecutorConfig(
+        threads=1, block_size=changes.pop("block_size", 8), kv_cache_memory=changes.pop("kv_cache_memory", None)
+    )
+    settings = ExecutorSettings(
+        source=ModelSource(str(path), "directory", "model"),
+        dtype=changes.pop("dtype", "float32"),
+        max_model_len=changes.pop("max_model_len", None),
+        max_num_seqs=4,
+        max_num_batched_tokens=changes.pop("max_num_batched_tokens", None),
+        config=config,
+    )
+    assert not changes
+    context = ActorContext("executor", settings, {"scheduler": neighbours}, neighbours.reports.append, lambda: None)
+    actor = create(context)
+    assert isinstance(actor, Executor)
+    return actor
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("executor") / "llama", *SERVED["llama"])
+
+
+def test_start(llama: Path) -> None:
+    neighbours = Neighbours()
+    executor(llama, neighbours).startup()
+    ready = neighbours.sent[-1]
+    assert isinstance(ready, ExecutorReady)
+    assert ready.load_seconds > 0
+    assert (ready.vocab_size, ready.max_model_len, unpack_i32(ready.eos_token_ids).tolist()) == (199, 256, [2])
+    assert (ready.page_size, ready.num_pages) == (8, 4 * 256 // 8)
+    assert (ready.max_num_seqs, ready.max_num_batched_tokens, ready.num_threads) == (4, 256, 1)
+    assert (ready.dtype, ready.kv_dtype, ready.device) == ("float32", "float32", "cpu")
+    assert ready.architecture == "LlamaForCausalLM"
+    *progress, started = neighbours.reports
+    assert isinstance(started, Started)
+    assert started.summary == {
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "kv_tokens": 1024,
+        "architecture": "LlamaForCausalLM",
+        "load_seconds": round(ready.load_seconds, 2),
+    }
+    told = [(message.stage, message.fraction) for message in progress if isinstance(message, Progress)]
+    assert [(m.stage, m.fraction) for m in neighbours.sent[:-1] if isinstance(m, LoadProgress)] == told
+    stages = list(dict.fromkeys(stage for stage, _ in told))
+    assert stages == ["starting", "loading weights", "checking the model", "warming up"]
+    assert all(0.0 <= fraction <= 1.0 for _, fraction in told)
+    assert not torch.is_grad_enabled()
+
+
+@pytest.fixture(autouse=True)
+def gradients() -> Any:
+    """The executor switches them off for its process."""
+    yield
+    torch.set_grad_enabled(True)
+
+
+def failure(path: Path, **changes: Any) -> str:
+    neighbours = Neighbours()
+    with pytest.raises(SystemExit) as end:
+        executor(path, neighbours, **changes).startup()
+    assert end.value.code == 1
+    failed = neighbours.reports[-1]
+    assert isinstance(failed, StartFailed)
+    assert not any(isinstance(message, ExecutorReady) for message in neighbours.sent)
+    assert "\n" not in failed.message
+    return failed.message
+
+
+def test_what_cannot_start_says_why_and_exits(llama: Path, tmp_path: Path) -> None:
+    assert "does not exist" in failure(tmp_path / "missing")
+    assert "at most 256" in failure(llama, max_model_len=257)
+    assert "power of two" in failure(llama, block_size=48)
+    assert "power of two" in failure(llama, block_size=256)
+    config_class, arguments, reason = REFUSED["bloom"]
+    assert reason in failure(make_checkpoint(tmp_path / "bloom", config_class, arguments))
+
+
+def test_a_pool_smaller_than_the_longest_sequence(llama: Path) -> None:
+    """Asked for: an error with both numbers. Not asked for: a shorter longest sequence."""
+    page = 4 * 2 * (16 + 16) * 8 * 4
+    message = failure(llama, kv_cache_memory=5 * page, max_model_len=200)
+    assert "40 tokens" in message
+    assert "200" in message
+    assert "--kv-cache-memory" in message
+    neighbours = Neighbours()
+    executor(llama, neighbours, kv_cache_memory=5 * page + 17).startup()
+    ready = neighbours.sent[-1]
+    assert (ready.num_pages, ready.max_model_len) == (5, 40)
+    assert "--kv-cache-memory" in failure(llama, kv_cache_memory=page - 1)
+
+
+def one_step(step_id: int, new: Sequence[NewSequence], num_tokens: int, pages: Sequence[int]) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id=step_id,
+        new_sequences=tuple(new),
+        slots=pack_i32([0]),
+        num_tokens=pack_i32([num_tokens]),
+        new_page_counts=pack_i32([len(pages)]),
+        new_pages=pack_i32(pages),
+        freed_slots=b"",
+    )
+
+
+def test_one_step_a_turn_in_the_order_they_came(llama: Path) -> None:
+    neighbours = Neighbours()
+    actor = executor(llama, neighbours)
+    actor.startup()
+    assert actor.act() is False
+    neighbours.sent.clear()
+    new = NewSequence(0, pack_i32([5, 6, 7]), 3, 0, 0, GREEDY, 9)
+    actor.handle(one_step(1, [new], 3, [1]), "scheduler")
+    actor.handle(one_step(2, [], 1, []), "scheduler")  # planned before the first one's result was read
+    assert neighbours.sent == []
+    assert actor.act() is True
+    assert actor.act() is False
+    first, second = neighbours.sent
+    assert isinstance(first, ModelRunnerOutput)
+    assert (first.step_id, second.step_id) == (1, 2)
+    assert first.received_ns <= first.started_ns <= first.sent_ns <= second.started_ns
+    assert second.received_ns <= first.started_ns
+    actor.shutdown()
+    assert actor.act() is False
+
+
+def test_a_step_that_fails_ends_the_process(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    neighbours = Neighbours()
+    actor = executor(llama, neighbours)
+    actor.startup()
+    neighbours.sent.clear()
+    actor.handle(one_step(7, [], 1, []), "scheduler")
+    with pytest.raises(KeyError):
+        actor.act()
+    assert neighbours.sent == []
+    assert "step 7 failed" in caplog.text
+
+
+def test_unknown_messages_are_errors(llama: Path) -> None:
+    with pytest.raises(TypeError, match="LoadProgress"):
+        executor(llama, Neighbours()).handle(LoadProgress("x", 0.0), "scheduler")
+
+
+def test_importing_the_actor_does_not_import_torch() -> None:
+    """The threads' environment must be set before torch is loaded."""
+    code = "import sys, ringserve.engine.executor; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
