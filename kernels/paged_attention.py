@@ -120,7 +120,8 @@ def _decode(
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if group.hidden is not None:
-        scores.view(size, kv_heads, num_rows, num_keys).masked_fill_(group.hidden, -torch.inf)
+        by_sequence = scores.view(size, kv_heads, num_rows, num_keys)
+        by_sequence[..., group.first_hidden :].masked_fill_(group.hidden, -torch.inf)
     result = _weighted_sum(torch.softmax(scores, -1), values, group.blocks)
     result = result.view(size, kv_heads, num_rows, value_dim)[:, :, :heads_per_kv]
     if sinks is not None:

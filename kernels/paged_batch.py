@@ -32,7 +32,7 @@ LONG_KEY_BLOCK = 512
 
 LONG_ROW = 1024
 
-MIN_ROWS = 8
+MIN_ROWS = 4
 """Fewest rows of a matrix product."""
 
 GROUP_ELEMENTS = 1 << 18
@@ -77,8 +77,10 @@ class DecodeGroup:
     """int64 [B * pages]."""
     num_keys: int
     """N: keys gathered for each."""
+    first_hidden: int
+    """Columns before this one are visible to every query."""
     hidden: torch.Tensor | None
-    """bool [B, 1, 1, N]: columns that the query must not see; None where it sees all."""
+    """bool [B, 1, 1, N - first_hidden]: those that the query must not see; None where it sees all."""
     unwritten: torch.Tensor | None
     """int64: rows of the gathered values ``[B * kv_heads * N, value_dim]`` that no token of the sequence wrote."""
     blocks: tuple[slice, ...]
@@ -189,12 +191,14 @@ class PagedBatch:
         written = torch.tensor([self.context_lens[b] - first_key for _, first_key, b in members])
         unwritten = columns >= written[:, None]
         hidden = unwritten if window is None else unwritten | (columns < written[:, None] - window)
+        first_hidden = int(written.min()) if window is None else 0
         rows = torch.nonzero(unwritten[:, None, :].expand(-1, kv_heads, -1).reshape(-1)).flatten()
         return DecodeGroup(
             rows=torch.tensor([self.query_start[b] for _, _, b in members]),
             page_ids=torch.cat([self._pages(b, first_key, num_keys, page_size) for _, first_key, b in members]),
             num_keys=num_keys,
-            hidden=hidden[:, None, None, :] if bool(hidden.any()) else None,
+            first_hidden=first_hidden,
+            hidden=hidden[:, None, None, first_hidden:] if bool(hidden.any()) else None,
             unwritten=rows if len(rows) else None,
             blocks=key_blocks(num_keys),
         )

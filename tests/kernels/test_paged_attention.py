@@ -107,17 +107,17 @@ def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
     heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype
 ) -> None:
     random, generator = Random(1), torch.Generator().manual_seed(3)
-    length = 413
+    length = 290
     k = _random(generator, length, kv_heads, dim, dtype=dtype)
     v = _random(generator, length, kv_heads, dim, dtype=dtype)
     q = _random(generator, length, heads, dim, dtype=dtype)
-    mates = [_random(generator, n, kv_heads, dim, dtype=dtype) for n in (17, 190, 413, 430, 700)]
+    mates = [_random(generator, n, kv_heads, dim, dtype=dtype) for n in (17, 190, 290, 430, 700)]
     whole: torch.Tensor | None = None
-    for page_size in (64, 16):
+    for page_size, chunks in ((64, (290, 256, 100, 7, 1)), (16, (33, 2))):
         pages = Pages.poisoned(3000 // page_size, kv_heads, page_size, (dim, dim), dtype, random)
         table = pages.add(k, v)
         mate_tables = [pages.add(mate, mate) for mate in mates]
-        for chunk in (413, 256, 100, 33, 7, 2, 1):
+        for chunk in chunks:
             parts = []
             for start in range(0, length, chunk):
                 end = min(length, start + chunk)
@@ -140,6 +140,23 @@ def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
             result = torch.cat(parts)
             whole = result if whole is None else whole
             assert torch.equal(result, whole), (page_size, chunk)
+
+
+@pytest.mark.parametrize("window", [None, 1100])
+def test_long_rows(window: int | None) -> None:
+    random, generator = Random(2), torch.Generator().manual_seed(4)
+    dtype = torch.float32
+    length, start = 1700, 1660
+    pages = Pages.poisoned(30, 1, 64, (64, 64), dtype, random)
+    table = pages.add(*(_random(generator, length, 1, 64, dtype=dtype) for _ in range(2)))
+    q = _random(generator, length - start, 3, 64, dtype=dtype)
+    chunk = (q, pages.keys, pages.values, PagedBatch([0, length - start], [length], [table]), 0.125, window)
+    whole = paged_attention(*chunk)
+    torch.testing.assert_close(whole.double(), paged_attention_reference(*chunk), rtol=1e-5, atol=1e-5)
+    for i in range(length - start):
+        batch = PagedBatch([0, 1], [start + i + 1], [table])
+        alone = paged_attention(q[i : i + 1], pages.keys, pages.values, batch, 0.125, window)
+        assert torch.equal(alone[0], whole[i])
 
 
 def test_write_kv_touches_only_its_slots() -> None:
