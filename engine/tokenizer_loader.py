@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +15,9 @@ from tokenizers import Tokenizer
 
 from ringserve.config import TokenizerSettings
 from ringserve.engine.gguf_header import GgufError, read_gguf_metadata
+from ringserve.engine.tokenizer_class import tokenizer_class
 
 _FILES: Final = ("tokenizer.json", "tokenizer.model")
-_GENERIC_CLASSES: Final = frozenset(
-    {"", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "PythonBackend"}
-)
 _SPECIAL_KEYS: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -81,7 +78,7 @@ def _load_directory(directory: Path, what: str) -> LoadedTokenizer:
             "name the directory that has them with --tokenizer"
         )
     try:
-        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True)
+        tokenizer = tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True)
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers and tokenizers raise whatever their parsers raise
         raise TokenizerLoadError(
@@ -89,43 +86,6 @@ def _load_directory(directory: Path, what: str) -> LoadedTokenizer:
             "complete, or name a directory with a tokenizer.json with --tokenizer"
         ) from error
     return LoadedTokenizer(backend, _templates(tokenizer.chat_template), dict(tokenizer.special_tokens_map))
-
-
-def _tokenizer_class(directory: Path) -> Any:
-    """The class that reads this directory, chosen as ``AutoTokenizer`` (transformers 5.24) does.
-
-    The class named in ``tokenizer_config.json`` (or ``config.json``) if transformers has it; a "LlamaTokenizer" whose
-    tokenizer.json is byte-level, and names that transformers does not know, are read as tokenizer.json says.
-    """
-    import transformers
-
-    name = ""
-    for file in ("tokenizer_config.json", "config.json"):
-        if not name:
-            name = str(_read_json(directory / file).get("tokenizer_class") or "").removesuffix("Fast")
-    if name in _GENERIC_CLASSES or (name == "LlamaTokenizer" and _is_byte_level(directory)):
-        return transformers.PreTrainedTokenizerFast
-    for candidate in (name, name + "Fast"):
-        found = getattr(transformers, candidate, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerFast):
-            return found
-    return transformers.PreTrainedTokenizerFast
-
-
-def _is_byte_level(directory: Path) -> bool:
-    description = _read_json(directory / "tokenizer.json")
-    parts = [description.get("pre_tokenizer"), description.get("decoder")]
-    return any('"type": "ByteLevel"' in json.dumps(part) for part in parts)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise TokenizerLoadError(f"{path}: not valid JSON ({_one_line(error)}); download the file again") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _load_gguf(path: Path) -> LoadedTokenizer:

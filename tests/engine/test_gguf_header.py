@@ -6,33 +6,12 @@ import contextlib
 import random
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
+from gguf_writer import KINDS, array, gguf, scalar, string
 from tokenizer_world import default_gguf
 
 from ringserve.engine.gguf_header import GgufError, parse_gguf_metadata, read_gguf_metadata
-
-KINDS = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}
-
-
-def string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def scalar(letter: str, value: Any) -> bytes:
-    return struct.pack("<I" + letter, KINDS[letter], value)
-
-
-def array(kind: int, count: int, body: bytes) -> bytes:
-    return struct.pack("<IIQ", 9, kind, count) + body
-
-
-def gguf(pairs: dict[str, bytes], version: int = 3) -> bytes:
-    head = b"GGUF" + struct.pack("<IQQ", version, 0, len(pairs))
-    return head + b"".join(string(key) + value for key, value in pairs.items())
-
 
 PAIRS = {
     "name": struct.pack("<I", 8) + string("häß"),

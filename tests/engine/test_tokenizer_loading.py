@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_writer import array, gguf, scalar, string
 from tokenizer_world import (
     CHAT_TEMPLATE,
     Box,
@@ -27,10 +29,11 @@ from ringserve.config import TokenizerSettings
 from ringserve.engine.prompt_encoder import PromptEncoder
 from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer import create
+from ringserve.engine.tokenizer_class import choose_class_name, read_class_tables
 from ringserve.engine.tokenizer_loader import TokenizerLoadError, load_tokenizer
 from ringserve.messages import ChatPrompt, StartFailed, TextPrompt, unpack_i32
 
-KINDS = ["default", "llama", "unigram"]
+KINDS = ["default", "default's directory", "llama", "unigram", "llama in GGUF"]
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +45,51 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     loaded: dict[str, tuple[Path, Any]] = {
         "default": (gguf, AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name))
     }
-    for kind in KINDS[1:]:
+    for kind in ("llama", "unigram"):
         directory = save_directory(byte_fallback_tokenizer(kind), tmp_path_factory.mktemp(kind))
         loaded[kind] = (directory, AutoTokenizer.from_pretrained(str(directory)))
+    directory = tmp_path_factory.mktemp("default")
+    loaded["default"][1].save_pretrained(str(directory))
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    loaded["default's directory"] = (directory, AutoTokenizer.from_pretrained(str(directory)))
+    path = llama_gguf(tmp_path_factory.mktemp("gguf"))
+    loaded["llama in GGUF"] = (path, AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name))
     return loaded
+
+
+def llama_gguf(directory: Path) -> Path:
+    """A GGUF file without tensors that describes a SentencePiece vocabulary with byte fallback."""
+    vocab = byte_fallback_tokenizer("llama").get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    types = {"<unk>": 2, "<s>": 3, "</s>": 3, "<think>": 4}
+    numbers = "block_count", "embedding_length", "attention.head_count", "feed_forward_length", "context_length"
+    path = directory / "model.gguf"
+    path.write_bytes(
+        gguf(
+            {
+                "general.architecture": text_value("llama"),
+                **{f"llama.{name}": scalar("I", 8) for name in numbers},
+                "llama.attention.layer_norm_rms_epsilon": scalar("f", 1e-5),
+                "tokenizer.ggml.model": text_value("llama"),
+                "tokenizer.ggml.tokens": array(8, len(tokens), b"".join(map(string, tokens))),
+                "tokenizer.ggml.scores": array(
+                    6, len(tokens), struct.pack(f"<{len(tokens)}f", *(-float(i) for i in range(len(tokens))))
+                ),
+                "tokenizer.ggml.token_type": array(
+                    5, len(tokens), struct.pack(f"<{len(tokens)}i", *(types.get(token, 1) for token in tokens))
+                ),
+                "tokenizer.ggml.bos_token_id": scalar("I", vocab["<s>"]),
+                "tokenizer.ggml.eos_token_id": scalar("I", vocab["</s>"]),
+                "tokenizer.ggml.unknown_token_id": scalar("I", vocab["<unk>"]),
+                "tokenizer.chat_template": text_value(CHAT_TEMPLATE),
+            }
+        )
+    )
+    return path
+
+
+def text_value(text: str) -> bytes:
+    return struct.pack("<I", 8) + string(text)
 
 
 def make_encoder(settings: TokenizerSettings) -> PromptEncoder:
@@ -87,7 +131,7 @@ def test_ids_of_conversations_equal_transformers(kind: str, models: dict[str, tu
             assert unpack_i32(encoder.encode(prompt, None).token_ids).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", KINDS[2:])
 def test_a_conversation_has_one_bos(kind: str, models: dict[str, tuple[Path, Any]]) -> None:
     encoder = make_encoder(settings_for(models[kind][0]))
     bos = models[kind][1].bos_token_id
@@ -131,13 +175,45 @@ def test_the_class_named_in_the_configuration_is_used(tmp_path: Path) -> None:
 
     directory = save_directory(byte_fallback_tokenizer("llama"), tmp_path)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    for name in ("LlamaTokenizer", "LlamaTokenizerFast", "NoSuchTokenizer"):
+    cases = [(name, "llama") for name in ("LlamaTokenizer", "LlamaTokenizerFast", "NoSuchTokenizer")]
+    for name, model_type in [*cases, ("LlamaTokenizer", "phi3"), ("LlamaTokenizer", "mistral")]:
+        (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
         (directory / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
         reference = AutoTokenizer.from_pretrained(str(directory))
         encoder = make_encoder(settings_for(directory))
         for text in make_texts(60):
             ids = unpack_i32(encoder.encode(TextPrompt(text), None).token_ids).tolist()
-            assert ids == reference.encode(text), (name, text)
+            assert ids == reference.encode(text), (name, model_type, text)
+
+
+def test_class_tables_equal_the_libraries() -> None:
+    from transformers.models.auto import tokenization_auto
+
+    tables = read_class_tables()
+    assert tables.distrusted == tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    for model_type, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items():
+        # None: something that this tokenizer needs is not installed. The generic ones replace each other likewise.
+        if name is not None and name not in ("MistralCommonBackend", "TokenizersBackend"):
+            assert tables.registered[model_type] == name.removesuffix("Fast")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named", "byte_level", "chosen"),
+    [
+        ("llama", "LlamaTokenizer", False, "LlamaTokenizer"),
+        ("llama", "LlamaTokenizerFast", True, ""),
+        ("llama", "PreTrainedTokenizerFast", True, ""),
+        ("mistral", "LlamaTokenizer", False, ""),
+        ("phi3", "LlamaTokenizer", False, ""),
+        ("qwen2", "Qwen2Tokenizer", True, "Qwen2Tokenizer"),
+        ("qwen2", "LlamaTokenizer", True, "Qwen2Tokenizer"),
+        ("gemma2", "GemmaTokenizer", False, "GemmaTokenizer"),
+        ("gemma2", "", False, "GemmaTokenizer"),
+        ("", "", False, ""),
+    ],
+)
+def test_choice_of_the_class(model_type: str, named: str, byte_level: bool, chosen: str) -> None:
+    assert choose_class_name(model_type, named, byte_level, read_class_tables()) == chosen
 
 
 def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
