@@ -24,20 +24,21 @@ def paged_attention_reference(
     out = np.zeros((num_rows, num_heads, value_dim))
     for b, context_len in enumerate(batch.context_lens):
         start, end = batch.query_start[b], batch.query_start[b + 1]
-        table = batch.block_tables[b].tolist()
-        places = [(table[p // page_size], p % page_size) for p in range(context_len)]
+        positions = torch.arange(context_len)
+        pages, offsets = batch.block_tables[b][positions // page_size], positions % page_size
+        keys = k_pages[pages, :, offsets].double().numpy()
+        values = v_pages[pages, :, offsets].double().numpy()
         for row in range(start, end):
             position = context_len - (end - row)
             first = 0 if window is None else max(0, position - window + 1)
+            visible = slice(first, position + 1)
             for head in range(num_heads):
                 g = head // (num_heads // kv_heads)
-                keys = torch.stack([k_pages[page, g, offset] for page, offset in places[first : position + 1]])
-                values = torch.stack([v_pages[page, g, offset] for page, offset in places[first : position + 1]])
-                scores = keys.double().numpy() @ q[row, head].double().numpy() * scale
+                scores = keys[visible, g] @ q[row, head].double().numpy() * scale
                 if softcap is not None:
                     scores = softcap * np.tanh(scores / softcap)
                 sink = -np.inf if sinks is None else float(sinks[head])
                 top = max(float(scores.max()), sink)
                 weights = np.exp(scores - top)
-                out[row, head] = weights @ values.double().numpy() / (weights.sum() + np.exp(sink - top))
+                out[row, head] = weights @ values[visible, g] / (weights.sum() + np.exp(sink - top))
     return torch.from_numpy(out)
