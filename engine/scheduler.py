@@ -144,6 +144,9 @@ class Scheduler:
         num_prompt_tokens = len(message.prompt_token_ids) // 4
         if num_prompt_tokens == 0:
             return RequestRefused(message.request_id, 400, "The prompt has no tokens.", param="prompt")
+        if message.n < 1 or message.max_tokens < 0:
+            text = f"n must be at least 1 and max_tokens at least 0, not {message.n} and {message.max_tokens}."
+            return RequestRefused(message.request_id, 400, text)
         if message.request_id in self._requests:
             text = f"Request {message.request_id} is already being served."
             return RequestRefused(message.request_id, 500, text, type="server_error")

@@ -307,6 +307,14 @@ def test_max_model_len_refuses_too() -> None:
     assert not engine.scheduler.has_work
 
 
+@pytest.mark.parametrize(("n", "max_tokens"), [(0, 5), (1, -1)])
+def test_numbers_that_make_no_sense_are_refused(n: int, max_tokens: int) -> None:
+    """Silence would leave the client waiting for ever."""
+    refused = Engine(executor_ready()).add(make_request(1, 5, max_tokens, n=n))
+    assert refused is not None
+    assert refused.status == 400
+
+
 def test_an_empty_prompt_and_a_doubled_id_are_refused() -> None:
     engine = Engine(executor_ready())
     empty = engine.add(make_request(1, 0, 5))
