@@ -61,7 +61,8 @@ def test_directory(llama: Path) -> None:
     assert loaded.eos_token_ids == (7, 2, 5)
     assert loaded.defaults == SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
-    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+    model: Any = loaded.model
+    assert model.config._attn_implementation == ATTENTION_NAME
     assert not loaded.model.training
     assert stages[0] == ("loading weights", 0.0)
     assert stages[-1] == ("loading weights", 1.0)
@@ -197,8 +198,8 @@ def test_the_fast_path_reads_what_transformers_reads(tied: bool, tmp_path: Path)
     got = fast.model.state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert fast.model.config.rope_parameters == slow.model.config.rope_parameters
-    assert fast.model.config.rms_norm_eps == slow.model.config.rms_norm_eps
+    assert fast.config.rope_parameters == slow.config.rope_parameters
+    assert fast.config.rms_norm_eps == slow.config.rms_norm_eps
     assert fast.eos_token_ids == (257, 258)
     check_model(fast.model)
 

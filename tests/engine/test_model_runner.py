@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_prompt_logprobs(small: Loaded, budget: int, max_tokens: int) -> None:
         entries += columns_of(part.columns)
     assert len(entries) == len(prompt)
     assert entries[0] == []
-    model = small[0].model
+    model: Any = small[0].model
     model.config._attn_implementation = "eager"
     try:
         with torch.no_grad():
@@ -256,9 +255,9 @@ def test_a_step_without_pages_for_its_tokens_raises(small: Loaded) -> None:
 
 def test_logits_that_are_not_finite_fail_one_sequence_only(small: Loaded) -> None:
     loaded, traced = small
-    poisoned = replace(loaded)
-    bench = make_bench(poisoned, traced, dtype="float32", page_size=8, num_pages=NUM_PAGES)
-    weight = loaded.model.get_input_embeddings().weight
+    bench = make_bench(loaded, traced, dtype="float32", page_size=8, num_pages=NUM_PAGES)
+    model: Any = loaded.model
+    weight = model.get_input_embeddings().weight
     kept = weight[150].clone()
     with torch.no_grad():
         weight[150] = torch.nan

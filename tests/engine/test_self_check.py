@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,8 @@ def test_a_window_that_the_keywords_do_not_tell_is_seen(window: int, tmp_path: P
         check_model(model)
 
 
-def _without_window(attention: nn.Module) -> Callable[..., Any]:
+def _without_window(attention: Any) -> Callable[..., Any]:
     """The same attention over a configuration that has no window."""
-    from copy import copy
-
     forward = attention.forward.__func__
     blind = copy(attention)
     blind.config = copy(attention.config)
