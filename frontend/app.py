@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from ringserve.frontend.edge import ApiKeys, Edge
 from ringserve.frontend.errors import ApiError, ClientGone
-from ringserve.frontend.json_response import on_api_error, on_client_gone, on_http_exception
+from ringserve.frontend.json_response import on_api_error, on_client_gone, on_exception, on_http_exception
 from ringserve.frontend.routes_generate import GenerateRoutes
 from ringserve.frontend.routes_server import ServerRoutes
 from ringserve.frontend.routes_tokens import TokenRoutes
@@ -34,7 +34,12 @@ def build_app(service: Service) -> Edge:
         routes.append(Route("/debug/integrity", server.integrity, methods=["GET"]))
     app = Starlette(
         routes=routes,
-        exception_handlers={ApiError: on_api_error, ClientGone: on_client_gone, HTTPException: on_http_exception},
+        exception_handlers={
+            ApiError: on_api_error,
+            ClientGone: on_client_gone,
+            HTTPException: on_http_exception,
+            Exception: on_exception,
+        },
     )
     app.router.redirect_slashes = False
     return Edge(app, ApiKeys(service.settings.config.api_key))

@@ -30,6 +30,8 @@ class Exchange:
     transport: asyncio.WriteTransport | None = None
     started: bool = False
     """The status line is out."""
+    complete: bool = False
+    """The last byte is out."""
 
     def cut_connection(self) -> None:
         """Close at once, dropping what the client did not take."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ringserve.config import FrontendSettings
 from ringserve.frontend.errors import ApiError, ClientGone, loading, overloaded, shutting_down
 from ringserve.frontend.journal import ChoiceRecord, Journal, JournalEntry
@@ -273,7 +275,7 @@ class Dispatcher:
     def _on_row(self, entry: JournalEntry[Call], choice: int, output: ChoiceOutput, now_ns: int) -> None:
         record = entry.choices[choice]
         if output.start is not None:
-            self._on_start(entry, record, output.start)
+            output.start = self._on_start(entry, record, output.start)
         if output.token_ids:
             self._on_tokens(entry, record, output.token_ids, now_ns)
         record.characters_sent += len(output.text)
@@ -288,12 +290,17 @@ class Dispatcher:
             self._metrics.on_slow_client()
             self.cancel(call, ClientGone("the client did not read its stream"))
 
-    def _on_start(self, entry: JournalEntry[Call], record: ChoiceRecord, start: TextStart) -> None:
+    def _on_start(self, entry: JournalEntry[Call], record: ChoiceRecord, start: TextStart) -> TextStart:
         record.started = True
         record.queued_ns, record.first_scheduled_ns = start.queued_ns, start.first_scheduled_ns
         if entry.num_prompt_tokens is None:
             entry.num_prompt_tokens = start.num_prompt_tokens
             self._metrics.on_prompt(start, entry.request)
+        if start.prompt_logprobs is not None:
+            entry.prompt_logprobs = start.prompt_logprobs
+        elif entry.prompt_logprobs is not None:
+            return msgspec.structs.replace(start, prompt_logprobs=entry.prompt_logprobs)
+        return start
 
     def _on_tokens(self, entry: JournalEntry[Call], record: ChoiceRecord, tokens: list[int], now_ns: int) -> None:
         record.token_ids.extend(tokens)

@@ -70,6 +70,8 @@ class Edge:
                     (b"date", self._http_date()),
                     (b"x-request-id", exchange.request_id.encode("latin-1")),
                 ]
+            elif not message.get("more_body", False):
+                exchange.complete = True
             await send(message)
 
         self.active += 1
@@ -82,10 +84,8 @@ class Edge:
                 await self._app(scope, receive, send_with_headers)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
-            if exchange.started:
+            if not exchange.complete:
                 raise  # the server below closes the connection: the answer is visibly incomplete
-            error = ApiError(500, "The server had an error while processing your request.", code="internal_error")
-            await error_response(error)(scope, receive, send_with_headers)
         finally:
             self.active -= 1
             _log(scope, exchange)

@@ -81,6 +81,12 @@ def shutting_down() -> ApiError:
     return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=5.0)
 
 
+def engine_died() -> ApiError:
+    return ApiError(
+        503, "A process of the server has died; the server is going down.", code="engine_died", retry_after=5.0
+    )
+
+
 def loading() -> ApiError:
     return ApiError(
         503, "The model is still loading; GET /health shows how far it is.", code="loading", retry_after=2.0

@@ -87,6 +87,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             interface="asgi3",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             date_header=False,
@@ -97,13 +98,15 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._on_listening = on_listening
         self._stop = asyncio.Event()
+        self._close_seconds = _CLOSE_SECONDS
 
     @property
     def num_connections(self) -> int:
         return len(self.server_state.connections)
 
-    def stop(self) -> None:
-        """Close everything and let ``serve`` return."""
+    def stop(self, close_seconds: float = _CLOSE_SECONDS) -> None:
+        """Close everything and let ``serve`` return; answers get ``close_seconds`` to reach their clients."""
+        self._close_seconds = close_seconds
         self.should_exit = True
         self._stop.set()
 
@@ -115,7 +118,7 @@ class HttpServer(uvicorn.Server):
         await self._stop.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers that are complete get a moment to reach their clients; whoever is left is cut off."""
+        """Answers that are complete get a moment to reach their clients; who is left then is cut off."""
         for server in self.servers:
             server.close()
         for listener in sockets or ():
@@ -124,7 +127,7 @@ class HttpServer(uvicorn.Server):
         for connection in list(connections):
             connection.shutdown()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _CLOSE_SECONDS
+        deadline = loop.time() + self._close_seconds
         while connections and loop.time() < deadline:
             await asyncio.sleep(0.01)
         for connection in list(connections):

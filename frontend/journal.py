@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ringserve.messages import FinishReason, GenerateRequest, ResumedChoice
+from ringserve.messages import FinishReason, GenerateRequest, ResumedChoice, TokenLogprob
 
 S = TypeVar("S")
 
@@ -45,6 +45,8 @@ class JournalEntry(Generic[S]):
     choices: list[ChoiceRecord]
     unfinished: int
     num_prompt_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """They come with choice 0 only and are shown with every choice."""
     aborted: bool = False
 
     def resumed_request(self) -> GenerateRequest:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ringserve.frontend.context import exchange_of
+from ringserve.frontend.context import CLIENT_GONE, exchange_of
 from ringserve.frontend.errors import ApiError
 
 
@@ -52,6 +52,13 @@ class NoResponse(Response):
         return
 
 
+async def on_exception(request: Request, error: Exception) -> Response:
+    """A fault of ours; Starlette raises it again after this answer, so that it is logged."""
+    return error_response(
+        ApiError(500, "The server had an error while processing your request.", code="internal_error")
+    )
+
+
 async def on_client_gone(request: Request, error: Exception) -> Response:
-    exchange_of(request.scope).status = 499
+    exchange_of(request.scope).status = CLIENT_GONE
     return NoResponse()

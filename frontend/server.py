@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from ringserve.config import FrontendSettings
 from ringserve.frontend.app import build_app
 from ringserve.frontend.dispatcher import Dispatcher
-from ringserve.frontend.errors import shutting_down
+from ringserve.frontend.errors import engine_died, shutting_down
 from ringserve.frontend.generation import StreamSettings
 from ringserve.frontend.http_server import BindError, HttpServer, bind, url_of
 from ringserve.frontend.metrics import Metrics
 from ringserve.frontend.service import Service
 from ringserve.messages import FrontendInbound, Started, StartFailed
 
+if TYPE_CHECKING:
+    from ringserve.actor import ActorContext, AsyncActor
+
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
+_DYING_WORDS_SECONDS = 0.3
+"""The whole server goes down within a second of a process's death."""
 
 
 def create(context: ActorContext) -> AsyncActor:
@@ -53,12 +59,21 @@ class FrontendActor:
         server = HttpServer(self._app, lambda: self._report(Started({"url": url})))
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(self._stop_requested.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not serving.done():
-            await self._drain(config.shutdown_timeout)
-            server.stop()
-        await serving
+        try:
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                await self._drain(config.shutdown_timeout)
+                server.stop()
+            await serving
+        except asyncio.CancelledError:  # a neighbour died
+            self.dispatcher.draining = True
+            self.dispatcher.cancel_all(engine_died())
+            await self._idle_within(_DYING_WORDS_SECONDS)
+            server.stop(_DYING_WORDS_SECONDS)
+            await serving
+            raise
+        finally:
+            stopping.cancel()
 
     def handle(self, message: FrontendInbound, source: str) -> None:
         self.dispatcher.handle(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from asyncio import CancelledError
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -118,6 +119,53 @@ def test_what_outlasts_the_shutdown_timeout_gets_an_error() -> None:
             client.close()
 
 
+def test_when_a_neighbour_dies_clients_are_told() -> None:
+    """The skeleton cancels ``run``."""
+    with RunningFrontend() as frontend:
+        frontend.fake.hold = True
+        streamed, whole = RawClient(frontend), RawClient(frontend)
+        streamed.post(CHAT, chat_body(stream=True))
+        frontend.wait_until(lambda: len(frontend.fake.running) == 1)
+        frontend.call(frontend.fake.step)
+        streamed.read_until(b" alpha")
+        whole.post(CHAT, chat_body())
+        frontend.wait_until(lambda: len(frontend.fake.running) == 2)
+        frontend.call(frontend.life.cancel)
+        assert b'"code":"engine_died"' in streamed.read_until(b"data: [DONE]\n\n")
+        assert whole.read_until(b"}}").startswith(b"HTTP/1.1 503 ")
+        with pytest.raises(CancelledError):
+            frontend.join()
+        streamed.close()
+        whole.close()
+
+
+def test_a_fault_of_ours_is_a_500_with_a_body(caplog: pytest.LogCaptureFixture) -> None:
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+        frontend.actor.dispatcher.check_integrity = None  # type: ignore[method-assign,assignment]  # a planted fault
+        answer = http.get("/debug/integrity")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "NoneType" not in answer.text
+        frontend.wait_until(lambda: frontend.actor._app.active == 0)
+        assert "TypeError" in caplog.text
+        assert http.get("/health").status_code == 200
+
+
+def test_access_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ringserve.access")
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+        http.post(CHAT, json=chat_body(request_id="r-1"))
+        frontend.fake.hold = True
+        leaver = RawClient(frontend)
+        leaver.post("/v1/completions", {"prompt": "a", "request_id": "r-2"})
+        frontend.wait_until(lambda: bool(frontend.fake.running))
+        leaver.close()
+        frontend.wait_until(lambda: frontend.actor._app.active == 0)
+    first, second = [record.getMessage() for record in caplog.records if record.name == "ringserve.access"]
+    assert first.startswith('127.0.0.1 "POST /v1/chat/completions" 200 tokens=1+3 ')
+    assert first.endswith(" ms id=r-1")
+    assert second.startswith('127.0.0.1 "POST /v1/completions" 499 ')
+
+
 def test_an_idle_client_does_not_delay_the_end() -> None:
     with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
         assert http.get("/health").status_code == 200
@@ -161,8 +209,8 @@ def test_api_keys() -> None:
         assert http.post(CHAT, json=chat_body()).status_code == 401
         assert frontend.fake.received == []
         for key in ("one", "zwei-ü"):
-            headers = {b"authorization": f"Bearer {key}".encode()}
-            assert http.get("/v1/models", headers=headers).status_code == 200
+            bearer = httpx.Headers([(b"authorization", f"Bearer {key}".encode())])
+            assert http.get("/v1/models", headers=bearer).status_code == 200
 
 
 def test_body_limit() -> None:

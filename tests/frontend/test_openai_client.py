@@ -89,6 +89,13 @@ def test_echo_with_logprobs_and_no_tokens(client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset == [0, 1, 3]
 
 
+def test_echo_with_logprobs_for_every_choice(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="a b", n=2, echo=True, logprobs=1, max_tokens=1)
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == ["a", " b", WORDS[0]]
+
+
 def test_n(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HI, n=3, max_tokens=2, temperature=0)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

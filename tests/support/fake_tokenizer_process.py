@@ -1,8 +1,8 @@
 """The rest of the server as the frontend sees it: an in-memory tokenizer process that speaks ``messages``.
 
-Deterministic: every word is a token, the answer's token ``i`` is ``WORDS[i % len(WORDS)]``. Output of a request comes in
-steps; a step is run by the event loop's next turn, or, while ``hold`` is set, by ``step()``. Messages in both directions
-pass through msgspec's encoder and decoder, as on the rings.
+Deterministic: every word is a token, the answer's token ``i`` is ``WORDS[i % len(WORDS)]``. Output comes in steps; a
+step is run by the event loop's next turn, or, while ``hold`` is set, by ``step()``. Messages in both directions pass
+through msgspec's encoder and decoder, as on the rings.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class FakeTokenizer:
         request = each.request
         echo = request.output.echo
         prompt_logprobs = None
-        if request.sampling.prompt_logprobs >= 0:
+        if request.sampling.prompt_logprobs >= 0 and each.choice == 0:
             prompt_logprobs = tuple(
                 _logprob(token, text, request.sampling.prompt_logprobs, first=index == 0)
                 for index, (token, text) in enumerate(zip(each.prompt_ids, _pieces(request.prompt), strict=True))

@@ -118,7 +118,8 @@ class RunningFrontend:
             self.fake.deliver = self.deliver
             if self._ready:
                 self.deliver([READY])
-            await self.actor.run()
+            self.life = asyncio.ensure_future(self.actor.run())
+            await self.life
 
         try:
             uvloop.run(main())
