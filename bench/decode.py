@@ -48,9 +48,10 @@ def main() -> int:
     generator = torch.Generator().manual_seed(7)
     prompts = torch.randint(1000, 40000, (options.requests, options.prompt_tokens), generator=generator).tolist()
     console = Console(stderr=True)
-    with BenchServer("--dtype", options.dtype, "--threads", str(options.threads)) as server, Progress(
-        console=console
-    ) as progress:
+    with (
+        BenchServer("--dtype", options.dtype, "--threads", str(options.threads)) as server,
+        Progress(console=console) as progress,
+    ):
         task = progress.add_task("warming up", total=2 * options.rounds + 1)
         plain = PlainTransformers(options.dtype, options.threads)
         plain.answer(prompts[:1], 8)
@@ -101,7 +102,8 @@ class PlainTransformers:
     def __init__(self, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
         source = resolve_model(None, None, None)
-        self._model = load_llama(open_gguf(Path(source.path)), getattr(torch, dtype), "sdpa", lambda _fraction: None)
+        file = open_gguf(Path(source.path))
+        self._model: Any = load_llama(file, getattr(torch, dtype), "sdpa", lambda _fraction: None)
 
     def answer(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
         """Generate for one prompt after the other; returns output tokens per second."""

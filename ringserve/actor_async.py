@@ -81,7 +81,8 @@ class AsyncDriver:
                 self._loop.add_reader(peer.pidfd, self._on_peer_gone, peer)
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        assert peer.pidfd is not None and self._actor is not None
+        assert peer.pidfd is not None
+        assert self._actor is not None
         self._loop.remove_reader(peer.pidfd)
         if peer.left_in_peace:
             self._actor.request_stop()

@@ -65,7 +65,9 @@ def chat(options: ChatOptions) -> int:
     """Run the conversation; returns the exit status."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:
-        with httpx.Client(base_url=options.url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600)) as client:
+        with httpx.Client(
+            base_url=options.url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600)
+        ) as client:
             model = options.model or _first_model(client)
             conversation: list[dict[str, str]] = []
             if options.system_prompt:
@@ -156,15 +158,17 @@ def _first_model(client: httpx.Client) -> str:
         response = client.get("/models")
     except httpx.HTTPError as error:
         raise ChatError(
-            f"nothing answers at {client.base_url} ({error or type(error).__name__}): start a server with `ringserve serve`, "
-            "or give its address with --url"
+            f"nothing answers at {client.base_url} ({error or type(error).__name__}): "
+            "start a server with `ringserve serve`, or give its address with --url"
         ) from error
     if response.status_code != 200:
         raise ChatError(_message(response))
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ChatError(f"{client.base_url} does not look like an OpenAI-compatible API (its path usually ends in /v1)") from None
+        raise ChatError(
+            f"{client.base_url} does not look like an OpenAI-compatible API (its path usually ends in /v1)"
+        ) from None
 
 
 def _message(response: httpx.Response) -> str:

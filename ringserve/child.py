@@ -123,10 +123,7 @@ def _open_mailbox(spec: ActorSpec) -> Mailbox:
     doorbell = Doorbell.attach(spec.doorbell)
     mailbox = Mailbox(
         doorbell,
-        {
-            source: Receiver(Consumer.attach(end), RINGS[source.partition("-")[0], kind])
-            for source, end in spec.inbox
-        },
+        {source: Receiver(Consumer.attach(end), RINGS[source.partition("-")[0], kind]) for source, end in spec.inbox},
         {target: Sender(Producer.attach(end)) for target, end in spec.outbox},
         [Peer(name, handle) for name, handle in spec.peers],
     )

@@ -32,7 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP",
-        description="Serve a model over HTTP until SIGTERM or Ctrl-C (running requests finish; a second one stops at once).",
+        description="Serve a model over HTTP until SIGTERM or Ctrl-C. Running requests finish; a second signal stops "
+        "at once.",
         allow_abbrev=False,
     )
     serve.add_argument(
@@ -42,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="directory in Hugging Face layout, GGUF file, or hub id (default: the embedded SmolLM2-135M-Instruct)",
     )
-    serve.add_argument("--config", metavar="FILE", help="TOML file with the same options (underscores for dashes); flags win")
+    serve.add_argument(
+        "--config", metavar="FILE", help="TOML file with the same options (underscores for dashes); flags win"
+    )
     add_arguments(serve)
     chat = commands.add_parser(
         "chat",

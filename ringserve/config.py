@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-
 Positive = Annotated[int, Meta(ge=1)]
 
 
@@ -21,16 +20,19 @@ class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A group of options: one heading in ``--help``, one slice for a process."""
 
 
-class ModelConfig(_Group):
+class ModelConfig(_Group, frozen=True):
     """Model"""
 
     model: Annotated[
         str | None,
-        Meta(description="Directory in Hugging Face layout, GGUF file, or hub id. Default: the embedded SmolLM2-135M-Instruct."),
+        Meta(
+            description="Directory in Hugging Face layout, GGUF file, or hub id. "
+            "Default: the embedded SmolLM2-135M-Instruct."
+        ),
     ] = None
-    served_model_name: Annotated[
-        str | None, Meta(description="Name clients use; default: the model's own name.")
-    ] = None
+    served_model_name: Annotated[str | None, Meta(description="Name clients use; default: the model's own name.")] = (
+        None
+    )
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a hub model.")] = None
     tokenizer: Annotated[
         str | None, Meta(description="Directory with the tokenizer's files, if they are not beside the weights.")
@@ -38,50 +40,71 @@ class ModelConfig(_Group):
     chat_template: Annotated[str | None, Meta(description="File with a Jinja chat template.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Meta(description="Type of weights and keys/values; auto: bfloat16 where the processor computes in it, else float32."),
+        Meta(
+            description="Type of weights and keys/values; auto: bfloat16 where the processor computes in it, "
+            "else float32."
+        ),
     ] = "auto"
     max_model_len: Annotated[
-        Positive | None, Meta(description="Longest sequence, prompt and answer together, in tokens. Default: the model's own.")
+        Positive | None,
+        Meta(description="Longest sequence, prompt and answer together, in tokens. Default: the model's own."),
     ] = None
 
 
-class ExecutorConfig(_Group):
+class ExecutorConfig(_Group, frozen=True):
     """Execution and KV cache"""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     threads: Annotated[
-        Positive | None, Meta(description="Threads the executor computes with. Default: the cores of this machine less one, at least one.")
+        Positive | None,
+        Meta(
+            description="Threads the executor computes with. Default: the cores of this machine less one, at least one."
+        ),
     ] = None
     block_size: Annotated[
-        int | None, Meta(description="Tokens in a KV page, a power of two from 8 to 128. Default: the device's (64 on CPUs, 16 on GPUs).")
+        int | None,
+        Meta(
+            description="Tokens in a KV page, a power of two from 8 to 128. "
+            "Default: the device's (64 on CPUs, 16 on GPUs)."
+        ),
     ] = None
     kv_cache_memory: Annotated[
         Positive | None,
-        Meta(description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of max-model-len need, at most 4G and a quarter of the free memory."),
+        Meta(
+            description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of "
+            "max-model-len need, at most 4G and a quarter of the free memory."
+        ),
     ] = None
 
 
-class SchedulerConfig(_Group):
+class SchedulerConfig(_Group, frozen=True):
     """Scheduling"""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences computed at the same time.")] = 64
     max_num_batched_tokens: Annotated[
-        Positive | None, Meta(description="Tokens computed in one step (prompt chunks and decodes together). Default: the device's (256 on CPUs).")
+        Positive | None,
+        Meta(
+            description="Tokens computed in one step (prompt chunks and decodes together). "
+            "Default: the device's (256 on CPUs)."
+        ),
     ] = None
 
 
-class FrontendConfig(_Group):
+class FrontendConfig(_Group, frozen=True):
     """HTTP server"""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free one.")] = 8000
     api_key: Annotated[
-        tuple[str, ...], Meta(description="Key that every route but /health and /ready asks for; may be given several times.")
+        tuple[str, ...],
+        Meta(description="Key that every route but /health and /ready asks for; may be given several times."),
     ] = ()
     max_num_queued_reqs: Annotated[
         int, Meta(ge=0, description="Choices that may wait beyond max-num-seqs; more get 503 with Retry-After.")
     ] = 512
-    max_body_size: Annotated[int, Meta(ge=1024, description="Largest request body in bytes (suffixes K, M, G allowed).")] = 32 * 1024 * 1024
+    max_body_size: Annotated[
+        int, Meta(ge=1024, description="Largest request body in bytes (suffixes K, M, G allowed).")
+    ] = 32 * 1024 * 1024
     sse_keep_alive_interval: Annotated[
         float, Meta(ge=0, description="Seconds of silence after which a stream gets a comment line; 0: never.")
     ] = 15.0
@@ -93,25 +116,30 @@ class FrontendConfig(_Group):
     debug_endpoints: Annotated[bool, Meta(description="Serve /debug/integrity.")] = False
 
 
-class TransportConfig(_Group):
+class TransportConfig(_Group, frozen=True):
     """Rings"""
 
     transport: Annotated[
         Literal["auto", "ring", "socket"],
-        Meta(description="ring: shared memory (needs the C extension); socket: SOCK_SEQPACKET; auto: ring where it can be built."),
+        Meta(
+            description="ring: shared memory (needs the C extension); socket: SOCK_SEQPACKET; "
+            "auto: ring where it can be built."
+        ),
     ] = "auto"
     ring_capacity: Annotated[
         int, Meta(ge=65536, description="Bytes of each ring, a power of two (suffixes K, M allowed).")
     ] = 1024 * 1024
 
 
-class LoggingConfig(_Group):
+class LoggingConfig(_Group, frozen=True):
     """Logging"""
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="What is worth a line on stderr.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="What is worth a line on stderr.")
+    ] = "info"
 
 
-class ServeConfig(_Group):
+class ServeConfig(_Group, frozen=True):
     """Everything ``ringserve serve`` takes; the keys of a configuration file are the same with underscores."""
 
     model: ModelConfig = ModelConfig()

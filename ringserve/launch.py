@@ -87,20 +87,20 @@ class Supervisor:
 
     def _watch(self, signals: Connection, display: StartDisplay) -> int:
         while True:
-            by_report = {child.reports: child for child in self._children if not child.reports.closed}
-            by_sentinel = {child.process.sentinel: child for child in self._children}
-            ready = multiprocessing.connection.wait([signals, *by_report, *by_sentinel])
-            for connection in ready:
-                if connection in by_report:
-                    self._read_report(by_report[connection], display)  # type: ignore[index]
+            reports = [child.reports for child in self._children if not child.reports.closed]
+            sentinels = [child.process.sentinel for child in self._children]
+            ready = multiprocessing.connection.wait([signals, *reports, *sentinels])
+            for child in self._children:
+                if child.reports in ready:
+                    self._read_report(child, display)
             if not self._announced and all(child.started for child in self._children):
                 self._announced = True
                 display.close()
                 print(ready_line(self._source.name, self._summary()), flush=True)
-            for sentinel in ready:
-                if sentinel in by_sentinel:
+            for child in self._children:
+                if child.process.sentinel in ready:
                     display.close()
-                    return self._fall(by_sentinel[sentinel], display)  # type: ignore[index]
+                    return self._fall(child, display)
             if signals in ready:
                 display.close()
                 return self._stop(signals, display)
@@ -170,13 +170,13 @@ class Supervisor:
         deadline = time.monotonic() + self._timeout + KILL_AFTER
         frontend = next(child for child in self._children if child.role == FRONTEND)
         while frontend.process.exitcode is None and time.monotonic() < deadline:
-            others = {child.process.sentinel: child for child in self._children}
-            ready = multiprocessing.connection.wait([signals, *others], max(0.0, deadline - time.monotonic()))
+            sentinels = [child.process.sentinel for child in self._children]
+            ready = multiprocessing.connection.wait([signals, *sentinels], max(0.0, deadline - time.monotonic()))
             if signals in ready:
                 return 128 + signals.recv_bytes()[0]
-            for sentinel in ready:
-                if others[sentinel] is not frontend:  # type: ignore[index]
-                    return self._fall(others[sentinel], display)  # type: ignore[index]
+            for child in self._children:
+                if child is not frontend and child.process.sentinel in ready:
+                    return self._fall(child, display)
         if frontend.process.exitcode is None:
             logger.error("the frontend did not end in time")
             return 1
@@ -236,4 +236,3 @@ def _signals() -> Iterator[Connection]:
             signal.signal(number, handler)
         reader.close()
         writer.close()
-

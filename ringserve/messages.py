@@ -65,7 +65,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-class SamplingParams(Part):
+class SamplingParams(Part, frozen=True):
     """How tokens are drawn. Every default is filled in before the message leaves the frontend.
 
     The order of operations and the random numbers are those of ARCHITECTURE.md, "Sampling".
@@ -97,7 +97,7 @@ class SamplingParams(Part):
     """The same for the prompt's tokens, each given those before it (the first one has none)."""
 
 
-class OutputParams(Part):
+class OutputParams(Part, frozen=True):
     """What the tokenizer process makes of the tokens."""
 
     stop: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class OutputParams(Part):
     """Return the prompt's text (and its token ids) with the first output."""
 
 
-class ChatPrompt(Message):
+class ChatPrompt(Message, frozen=True):
     """A conversation that the tokenizer process renders with the model's chat template."""
 
     messages: list[dict[str, Any]]
@@ -117,14 +117,14 @@ class ChatPrompt(Message):
     template_kwargs: dict[str, Any] = {}
 
 
-class TextPrompt(Message):
+class TextPrompt(Message, frozen=True):
     """A text; special tokens (BOS) are added as the tokenizer's own post-processor says, unless switched off."""
 
     text: str
     add_special_tokens: bool = True
 
 
-class TokenPrompt(Message):
+class TokenPrompt(Message, frozen=True):
     """int32 token ids, taken as they are."""
 
     token_ids: bytes
@@ -133,7 +133,7 @@ class TokenPrompt(Message):
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-class ResumedChoice(Part):
+class ResumedChoice(Part, frozen=True):
     """What a choice had already produced when its request enters (again)."""
 
     choice: int
@@ -145,7 +145,7 @@ class ResumedChoice(Part):
     """Set where the choice is over: it must not run again."""
 
 
-class LogprobColumns(Part):
+class LogprobColumns(Part, frozen=True):
     """Log probabilities of several tokens, flattened.
 
     Entry ``i`` has ``counts[i]`` candidates (0: none were asked for). Its first candidate is the token itself; the
@@ -162,7 +162,7 @@ class LogprobColumns(Part):
     """int32, one for each token with candidates: 1 for the most likely token."""
 
 
-class PromptLogprobs(Part):
+class PromptLogprobs(Part, frozen=True):
     """Log probabilities of the prompt tokens ``[start, start + len(columns.counts))``; position 0 has count 0."""
 
     request_id: int
@@ -170,7 +170,7 @@ class PromptLogprobs(Part):
     columns: LogprobColumns
 
 
-class StepTimes(Part):
+class StepTimes(Part, frozen=True):
     """Where one step spent its time (``time.monotonic_ns()``)."""
 
     step_id: int
@@ -187,7 +187,7 @@ class StepTimes(Part):
     num_sequences: int = 0
 
 
-class EngineStats(Part):
+class EngineStats(Part, frozen=True):
     """Counters since the scheduler started, and gauges, as of the step that carries them."""
 
     num_running: int
@@ -205,7 +205,7 @@ class EngineStats(Part):
     num_prefix_hits: int = 0
 
 
-class SequenceStart(Part):
+class SequenceStart(Part, frozen=True):
     """What is known when a sequence's first output leaves the scheduler."""
 
     row: int
@@ -216,7 +216,7 @@ class SequenceStart(Part):
     num_preemptions: int = 0
 
 
-class SequenceFinish(Part):
+class SequenceFinish(Part, frozen=True):
     """A sequence's end. Exactly one for each (request, choice)."""
 
     row: int
@@ -231,7 +231,7 @@ class SequenceFinish(Part):
 # ------------------------------------------------------------------------- frontend -> tokenizer -> scheduler
 
 
-class GenerateRequest(Message):
+class GenerateRequest(Message, frozen=True):
     """One prompt, ``n`` choices."""
 
     request_id: int
@@ -249,7 +249,7 @@ class GenerateRequest(Message):
     sent_ns: int = 0
 
 
-class TokenizeRequest(Message):
+class TokenizeRequest(Message, frozen=True):
     """Answered by TokenizeResult or RequestRefused."""
 
     request_id: int
@@ -257,14 +257,14 @@ class TokenizeRequest(Message):
     with_strings: bool = False
 
 
-class DetokenizeRequest(Message):
+class DetokenizeRequest(Message, frozen=True):
     """Answered by DetokenizeResult or RequestRefused."""
 
     request_id: int
     token_ids: bytes
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """End a request, or one choice of it. Unknown or finished: no-op. ``stop``: the tokenizer found a stop string."""
 
     request_id: int
@@ -272,7 +272,7 @@ class Abort(Message):
     reason: Literal["abort", "stop"] = "abort"
 
 
-class CheckIntegrity(Message):
+class CheckIntegrity(Message, frozen=True):
     """Debugging: every process on the way adds what it holds; the scheduler answers with IntegrityReport."""
 
     request_id: int
@@ -280,7 +280,7 @@ class CheckIntegrity(Message):
     """Requests the tokenizer process still holds."""
 
 
-class TokenizedRequest(Message):
+class TokenizedRequest(Message, frozen=True):
     """A request as the scheduler sees it: ids and numbers only."""
 
     request_id: int
@@ -288,7 +288,7 @@ class TokenizedRequest(Message):
     sampling: SamplingParams
     n: int
     max_tokens: int
-    """New tokens allowed for each choice, counted from the end of the prompt; already clamped; 0 computes the prompt."""
+    """New tokens for each choice, counted from the end of the prompt; already clamped; 0 computes the prompt."""
     priority: int = 0
     resumed: tuple[ResumedChoice, ...] = ()
     received_ns: int = 0
@@ -302,7 +302,7 @@ SchedulerInbound = TokenizedRequest | Abort | CheckIntegrity
 # ------------------------------------------------------------------------------------ scheduler -> executor
 
 
-class NewSequence(Part):
+class NewSequence(Part, frozen=True):
     """A sequence sent whole: new, resumed or preempted before. Resets its slot."""
 
     slot: int
@@ -316,7 +316,7 @@ class NewSequence(Part):
     max_tokens: int
 
 
-class SchedulerOutput(Message):
+class SchedulerOutput(Message, frozen=True):
     """One step: only what changed since the last one.
 
     Row ``i`` advances the sequence in ``slots[i]`` by ``num_tokens[i]`` of its tokens. The executor keeps, for each
@@ -343,7 +343,7 @@ class SchedulerOutput(Message):
 # ------------------------------------------------------------------------------------ executor -> scheduler
 
 
-class SamplingDefaults(Part):
+class SamplingDefaults(Part, frozen=True):
     """The model's generation configuration."""
 
     temperature: float = 1.0
@@ -353,7 +353,7 @@ class SamplingDefaults(Part):
     repetition_penalty: float = 1.0
 
 
-class ExecutorReady(Message):
+class ExecutorReady(Message, frozen=True):
     """Everything discovered at start. Forwarded up to the frontend."""
 
     vocab_size: int
@@ -377,14 +377,14 @@ class ExecutorReady(Message):
     load_seconds: float = 0.0
 
 
-class LoadProgress(Message):
+class LoadProgress(Message, frozen=True):
     """How far the executor's start is: shown in /health and by the supervisor's progress bar."""
 
     stage: str
     fraction: float
 
 
-class SlotPromptLogprobs(Part):
+class SlotPromptLogprobs(Part, frozen=True):
     """PromptLogprobs by slot."""
 
     slot: int
@@ -392,7 +392,7 @@ class SlotPromptLogprobs(Part):
     columns: LogprobColumns
 
 
-class ModelRunnerOutput(Message):
+class ModelRunnerOutput(Message, frozen=True):
     """A step's result: one row for each sequence that sampled a token, in the order of the step's rows."""
 
     step_id: int
@@ -414,7 +414,7 @@ ExecutorMessage = ExecutorReady | LoadProgress | ModelRunnerOutput
 # ------------------------------------------------------------------------ scheduler -> tokenizer -> frontend
 
 
-class TokenOutputs(Message):
+class TokenOutputs(Message, frozen=True):
     """A step's new tokens: one row for each (request, choice). A row may have no token (a finish alone)."""
 
     request_ids: bytes
@@ -436,7 +436,7 @@ class TokenOutputs(Message):
     sent_ns: int = 0
 
 
-class RequestRefused(Message):
+class RequestRefused(Message, frozen=True):
     """The whole request is over; nothing of it was or will be computed."""
 
     request_id: int
@@ -450,7 +450,7 @@ class RequestRefused(Message):
     """Seconds."""
 
 
-class IntegrityReport(Message):
+class IntegrityReport(Message, frozen=True):
     """Answer to CheckIntegrity."""
 
     request_id: int
@@ -466,7 +466,7 @@ class IntegrityReport(Message):
 SchedulerMessage = TokenOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport
 
 
-class CandidateLogprob(Part):
+class CandidateLogprob(Part, frozen=True):
     """A token's text and log probability."""
 
     token_id: int
@@ -475,7 +475,7 @@ class CandidateLogprob(Part):
     logprob: float
 
 
-class TokenLogprob(Part):
+class TokenLogprob(Part, frozen=True):
     """One position: the token itself, and the most likely ones."""
 
     token_id: int
@@ -487,7 +487,7 @@ class TokenLogprob(Part):
     top: tuple[CandidateLogprob, ...] = ()
 
 
-class TextLogprobs(Part):
+class TextLogprobs(Part, frozen=True):
     """Log probabilities of a row's new tokens. They may come later than their tokens' text, never earlier, and all
     have come by the finish."""
 
@@ -495,7 +495,7 @@ class TextLogprobs(Part):
     tokens: tuple[TokenLogprob, ...]
 
 
-class TextStart(Part):
+class TextStart(Part, frozen=True):
     """What is known with a choice's first output."""
 
     row: int
@@ -517,7 +517,7 @@ class TextStart(Part):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-class TextFinish(Part):
+class TextFinish(Part, frozen=True):
     """A choice's end. Exactly one for each (request, choice)."""
 
     row: int
@@ -531,7 +531,7 @@ class TextFinish(Part):
     """With reason ``error``."""
 
 
-class TextOutputs(Message):
+class TextOutputs(Message, frozen=True):
     """A step's new text: one row for each (request, choice)."""
 
     request_ids: bytes
@@ -556,7 +556,7 @@ class TextOutputs(Message):
     """Tokenizer."""
 
 
-class TokenizeResult(Message):
+class TokenizeResult(Message, frozen=True):
     """Answer to TokenizeRequest."""
 
     request_id: int
@@ -564,7 +564,7 @@ class TokenizeResult(Message):
     token_strings: tuple[str, ...] | None
 
 
-class DetokenizeResult(Message):
+class DetokenizeResult(Message, frozen=True):
     """Answer to DetokenizeRequest."""
 
     request_id: int
@@ -578,20 +578,20 @@ FrontendInbound = (
 # --------------------------------------------------------------------------------------- child -> supervisor
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """A child's start-up progress, for the terminal."""
 
     stage: str
     fraction: float
 
 
-class Started(Message):
+class Started(Message, frozen=True):
     """A child is up. ``summary`` is what the supervisor's closing line says of it."""
 
     summary: dict[str, str | int | float]
 
 
-class StartFailed(Message):
+class StartFailed(Message, frozen=True):
     """A child cannot start: one line with the remedy."""
 
     message: str

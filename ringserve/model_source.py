@@ -70,7 +70,10 @@ def _download(model: str, revision: str | None) -> str:
 
     reasons: list[tuple[type[Exception], Callable[[], str]]] = [
         (GatedRepoError, lambda: "access must be granted on the hub first (then log in with `hf auth login`)"),
-        (RepositoryNotFoundError, lambda: "neither a local path nor a model on the hub (private ones need `hf auth login`)"),
+        (
+            RepositoryNotFoundError,
+            lambda: "neither a local path nor a model on the hub (private ones need `hf auth login`)",
+        ),
         (RevisionNotFoundError, lambda: f"the hub has no revision {revision!r} of it"),
         (LocalEntryNotFoundError, lambda: "the hub cannot be reached and no complete copy is cached"),
         (HFValidationError, lambda: "neither a local path nor a valid hub id"),

@@ -61,7 +61,15 @@ def options() -> Iterator[Option]:
         for field in msgspec.structs.fields(group.type):
             kind, optional, repeated, choices = _unwrap(hints[field.name])
             yield Option(
-                group.name, title, field.name, _help(hints[field.name]), field.default, kind, choices, repeated, optional
+                group.name,
+                title,
+                field.name,
+                _help(hints[field.name]),
+                field.default,
+                kind,
+                choices,
+                repeated,
+                optional,
             )
 
 
@@ -156,7 +164,9 @@ def read_file(path: str) -> dict[str, Any]:
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(key.replace("-", "_"), known, 1)
-            raise OptionError(f"--config {path}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise OptionError(
+                f"--config {path}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
     return values
 
 
@@ -231,7 +241,8 @@ def reference(kinds: Sequence[Option] | None = None) -> str:
 _HEAD = """# Configuration
 
 Every option of `ringserve serve`, as a flag and as a key of a TOML file given with `--config FILE`. Flags win over the
-file. An unknown option or key is an error. This page is generated: `python -m ringserve.options > docs/configuration.md`.
+file. An unknown option or key is an error. This page is generated:
+`python -m ringserve.options > docs/configuration.md`.
 
 """
 

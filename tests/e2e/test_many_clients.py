@@ -16,7 +16,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import Server
 
 MODEL = "SmolLM2-135M-Instruct"
-WORDS = "the ring sings of rivers and machines while seven quiet foxes count stars above a paper city".split()
+WORDS = [
+    "the",
+    "ring",
+    "sings",
+    "of",
+    "rivers",
+    "and",
+    "machines",
+    "while",
+    "seven",
+    "quiet",
+    "foxes",
+    "count",
+    "stars",
+    "above",
+    "a",
+    "paper",
+    "city",
+]
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,7 @@ def wait_until_empty(url: str) -> dict[str, Any]:
 
 
 def is_empty(report: Mapping[str, Any]) -> bool:
-    return (
+    return bool(
         report["problems"] == []
         and report["num_free_pages"] == report["num_pages"]
         and report["scheduler_requests"] == 0
@@ -205,7 +223,7 @@ def test_a_client_that_stops_reading_harms_nobody(server: Server) -> None:
         body = json.dumps(
             {"model": MODEL, "prompt": "One", "max_tokens": 2000, "stream": True, "ignore_eos": True, "n": 4}
         ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
         await reader.readuntil(b"data: ")

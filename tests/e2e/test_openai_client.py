@@ -127,7 +127,15 @@ def test_multi_byte_text_streams_whole_characters(server: Server) -> None:
     text = "naïve café 👩‍👩‍👧‍👦 中文测试 é́ 🇫🇷 שלום"
     ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
     assert httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"] == text
-    body = {"model": MODEL, "prompt": ids, "max_tokens": 24, "echo": True, "stream": True, "temperature": 1.5, "seed": 3}
+    body = {
+        "model": MODEL,
+        "prompt": ids,
+        "max_tokens": 24,
+        "echo": True,
+        "stream": True,
+        "temperature": 1.5,
+        "seed": 3,
+    }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         raw = b"".join(response.iter_raw())
     frames = raw.decode("utf-8").split("\n\n")

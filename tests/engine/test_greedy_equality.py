@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -14,18 +15,20 @@ from ringserve.engine.tokenizer_loader import load_tokenizer
 
 NEW_TOKENS = 32
 
+pytestmark = pytest.mark.timeout(1200)
+
 
 @pytest.fixture(scope="module")
 def references() -> list[Reference]:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     source = default_model()
-    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).tokenizer
+    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
     return generate(plain_model(source), prompts(tokenizer), NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[LoadedExecutor]:
-    loaded = LoadedExecutor(default_model(), "float32", threads=2, max_model_len=2048)
+    loaded = LoadedExecutor(default_model(), "float32", threads=1, max_model_len=2048)
     yield loaded
     loaded.actor.shutdown()
 
@@ -75,8 +78,5 @@ def test_two_steps_are_in_flight(executor: LoadedExecutor, references: list[Refe
     core.run(greedy(index, references[4].prompt, 64) for index in range(8))
     decodes = [times for times in core.times if times.num_tokens == times.num_sequences == 8]
     assert len(decodes) > 50
-    ahead = sum(
-        later.scheduled_ns < earlier.executor_finished_ns
-        for earlier, later in zip(decodes, decodes[1:], strict=False)
-    )
+    ahead = sum(later.scheduled_ns < earlier.executor_finished_ns for earlier, later in itertools.pairwise(decodes))
     assert ahead >= 0.9 * (len(decodes) - 1)

@@ -82,7 +82,9 @@ def test_a_missing_file_is_named() -> None:
         read_file("/nowhere")
 
 
-@pytest.mark.parametrize(("text", "size"), [("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("7", 7), ("2GiB", 2 << 30)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("7", 7), ("2GiB", 2 << 30)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 

@@ -29,7 +29,8 @@ class Server:
     """
 
     def __init__(self, *arguments: str, wait: bool = True, port: int = 0) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        # closed by kill(): it outlives this call
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ringserve", "serve", *arguments, "--port", str(port)],
             stdin=subprocess.DEVNULL,
