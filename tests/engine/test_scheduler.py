@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_simulation import (
+    EOS,
+    Engine,
+    executor_ready,
+    make_request,
+    position_logprob,
+    run_alone,
+)
 
 from ringserve.messages import (
     LogprobColumns,
@@ -12,14 +20,6 @@ from ringserve.messages import (
     pack_i32,
     unpack_f32,
     unpack_i32,
-)
-from tests.support.scheduler_simulation import (
-    EOS,
-    Engine,
-    executor_ready,
-    make_request,
-    position_logprob,
-    run_alone,
 )
 
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scheduler_simulation import (
+    Collected,
+    FakeExecutor,
+    collect,
+    executor_ready,
+    make_request,
+    run_alone,
+)
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import SchedulerConfig, SchedulerSettings
@@ -23,14 +31,6 @@ from ringserve.messages import (
     SupervisorInbound,
     TokenOutputs,
     pack_i32,
-)
-from tests.support.scheduler_simulation import (
-    Collected,
-    FakeExecutor,
-    collect,
-    executor_ready,
-    make_request,
-    run_alone,
 )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
 from ringserve.messages import ALL_CHOICES, ResumedChoice, TokenizedRequest, pack_i32
-from tests.support.scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
 
 class SchedulerMachine(RuleBasedStateMachine):
