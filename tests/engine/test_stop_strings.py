@@ -42,12 +42,12 @@ def test_equals_the_model(stops: list[str], chunks: list[str], include: bool, un
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(WORDS, min_size=1, max_size=4, unique=True), CHUNKS)
-def test_holds_back_exactly_what_may_become_a_stop(stops: list[str], chunks: list[str]) -> None:
+@given(st.lists(WORDS, min_size=1, max_size=4, unique=True), CHUNKS, st.booleans())
+def test_holds_back_exactly_what_may_become_a_stop(stops: list[str], chunks: list[str], armed: bool) -> None:
     filter_ = StopStrings(stops)
     text = ""
     for chunk in chunks:
-        _, match = filter_.feed(chunk)
+        _, match = filter_.feed(chunk, armed)
         if match is not None:
             return
         text += chunk
