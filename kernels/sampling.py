@@ -14,12 +14,12 @@ lies within 1e-5 of a boundary. The vocabulary is never sorted, unless the row i
 
 from __future__ import annotations
 
-from math import inf, isfinite, log
+from math import exp, inf, isfinite, log
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.kernels.top_k import top_k_ids
+from ringserve.kernels.top_k import lower_bound
 
 SAMPLED_TOKEN = 0
 """The purpose word of the Philox counter of a token's uniform."""
@@ -46,30 +46,32 @@ def clean(row: NDArray[np.float32]) -> NDArray[np.float32] | None:
 def draw(row: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """Draw a token id from a ``clean`` row with ``temperature > 0``. 0 < uniform < 1."""
     temperature = max(temperature, MIN_TEMPERATURE)
+    top = float(row.max())
     if 0 < top_k < len(row):
-        ids = top_k_ids(row, top_k)
-        weights = _weights(row, ids, float(row[ids[0]]), temperature)
+        ids = np.flatnonzero(row >= lower_bound(row, top_k))
+        descending = np.sort(row[ids])[::-1][:top_k]
         if top_p < 1.0:
-            count = _top_p_count(weights, top_p * float(weights.sum()))
-            ids, weights = ids[:count], weights[:count]
+            weights = _weights(descending, top, temperature)
+            descending = descending[: _top_p_count(weights, top_p * float(weights.sum()))]
+        ids = _largest(row, ids, descending)
     elif top_p < 1.0:
-        ids, weights = _top_p_of_all(row, top_p, temperature)
+        ids = _top_p_of_all(row, top, top_p, temperature)
     elif min_p > 0.0:
-        top = float(row.max())
         # A little deeper than min_p: the exact comparison follows.
         ids = np.flatnonzero(row >= top + temperature * log(min_p) - 1e-4 * (temperature + abs(top)))
-        weights = _weights(row, ids, top, temperature)
     else:
         return _draw_from_all(row, temperature, uniform)
+    weights = _weights(row[ids], top, temperature)
     if min_p > 0.0:
         kept = weights >= min_p
         ids, weights = ids[kept], weights[kept]
-    order = np.argsort(ids)
-    return int(ids[order][_inverse_cdf(weights[order], uniform)])
+    ends = np.cumsum(weights)
+    return int(ids[min(int(np.searchsorted(ends, uniform * float(ends[-1]))), len(ids) - 1)])
 
 
-def _weights(row: NDArray[np.float32], ids: NDArray[np.int64], top: float, temperature: float) -> NDArray[np.float64]:
-    return np.exp((row[ids].astype(np.float64) - top) / temperature)
+def _weights(logits: NDArray[np.float32], top: float, temperature: float) -> NDArray[np.float64]:
+    weights: NDArray[np.float64] = np.exp((logits.astype(np.float64) - top) / temperature)
+    return weights
 
 
 def _all_weights(row: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
@@ -81,28 +83,36 @@ def _all_weights(row: NDArray[np.float32], temperature: float) -> NDArray[np.flo
     return weights
 
 
+def _largest(row: NDArray[np.float32], ids: NDArray[np.int64], descending: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Of ascending ``ids``, those whose logits are ``descending`` (the largest ones, sorted), the first ones of a tie.
+
+    Sorting values and looking up the last one is several times quicker than a stable sort of the ids.
+    """
+    logits, last = row[ids], descending[-1]
+    kept = logits > last
+    ties = np.flatnonzero(logits == last)[: len(descending) - int(np.count_nonzero(kept))]
+    kept[ties] = True
+    largest: NDArray[np.int64] = ids[kept]
+    return largest
+
+
 def _top_p_count(weights: NDArray[np.float64], target: float) -> int:
     """How many of the descending weights it takes to reach ``target``; all where rounding keeps them below it."""
     return min(int(np.searchsorted(np.cumsum(weights), target)) + 1, len(weights))
 
 
-def _top_p_of_all(
-    row: NDArray[np.float32], top_p: float, temperature: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids that top_p keeps of the whole row and their weights, in descending order."""
+def _top_p_of_all(row: NDArray[np.float32], top: float, top_p: float, temperature: float) -> NDArray[np.int64]:
+    """Ids that top_p keeps of the whole row, ascending."""
     all_weights = _all_weights(row, temperature)
     target = top_p * float(all_weights.sum(dtype=np.float64))
-    top = float(row.max())
     for depth in _TOP_P_DEPTHS:
-        # Bounds in weights, not in logits: a row of equal weights must not be cut within.
-        ids = np.flatnonzero(all_weights >= np.exp(-depth))
-        if depth != inf and float(all_weights[ids].sum(dtype=np.float64)) < target * (1 + 1e-6):
-            continue
-        ids = ids[np.argsort(-row[ids], kind="stable")]
-        weights = _weights(row, ids, top, temperature)
-        count = _top_p_count(weights, target)
-        return ids[:count], weights[:count]
-    raise AssertionError("the last depth keeps every token")
+        # All tokens above a weight, so that a tie is never cut here.
+        ids = np.flatnonzero(all_weights >= np.float32(exp(-depth)))
+        if depth == inf or float(all_weights[ids].sum(dtype=np.float64)) >= target * (1 + 1e-6):
+            break
+    descending = np.sort(row[ids])[::-1]
+    count = _top_p_count(_weights(descending, top, temperature), target)
+    return _largest(row, ids, descending[:count])
 
 
 def _draw_from_all(row: NDArray[np.float32], temperature: float, uniform: float) -> int:
@@ -117,9 +127,3 @@ def _draw_from_all(row: NDArray[np.float32], temperature: float, uniform: float)
     if at == len(inside):  # The two sums round differently: the block's last token that weighs anything.
         at = int(np.flatnonzero(weights[starts[block] : starts[block] + BLOCK])[-1])
     return int(starts[block]) + at
-
-
-def _inverse_cdf(weights: NDArray[np.float64], uniform: float) -> int:
-    """First index whose cumulative weight reaches ``uniform`` of the sum."""
-    ends = np.cumsum(weights)
-    return min(int(np.searchsorted(ends, uniform * float(ends[-1]))), len(weights) - 1)

@@ -21,12 +21,12 @@ def top_k_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     if k == size:
         return np.argsort(-row, kind="stable")
-    ids = np.flatnonzero(row >= _lower_bound(row, k))
+    ids = np.flatnonzero(row >= lower_bound(row, k))
     return ids[np.argsort(-row[ids], kind="stable")[:k]]
 
 
-def _lower_bound(row: NDArray[np.float32], k: int) -> np.float32:
-    """A value that at least k values reach: near the k-th largest, or that itself."""
+def lower_bound(row: NDArray[np.float32], k: int) -> np.float32:
+    """A value that at least ``k`` values of ``row`` reach: near the k-th largest, or that itself. 0 < k < n."""
     size = len(row)
     for block in BLOCKS:
         num_blocks = size // block
