@@ -242,7 +242,7 @@ class Scheduler:
                     num_computed_tokens=0,
                     choice=sequence.choice,
                     sampling=sequence.sampling,
-                    max_tokens=request.max_total_tokens - request.num_prompt_tokens,
+                    max_tokens=min(request.max_tokens, request.max_total_tokens - request.num_prompt_tokens),
                 )
             )
         for row in rows:
@@ -290,10 +290,10 @@ class Scheduler:
                 self._finish(sequence, (), (), "error", message=failures[row.slot])
             elif not row.samples:
                 continue
-            elif row.slot not in tokens:
-                self._finish(sequence, (), (), "error", message="The executor returned no token for this sequence.")
             elif sequence.request.max_tokens == 0:
                 self._finish(sequence, (), (), "length")
+            elif row.slot not in tokens:
+                self._finish(sequence, (), (), "error", message="The executor returned no token for this sequence.")
             else:
                 entry = logprobs.get(row.slot)
                 self._append(sequence, (tokens[row.slot],), (entry,) if entry is not None and entry.count else ())

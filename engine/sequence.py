@@ -61,7 +61,7 @@ class Request:
             sampling_without_prompt_logprobs=msgspec.structs.replace(sampling, prompt_logprobs=-1),
             stop_token_ids=frozenset(unpack_i32(sampling.stop_token_ids)),
             max_tokens=message.max_tokens,
-            # With max_tokens == 0 the step that ends the prompt samples all the same; its token is thrown away.
+            # With max_tokens == 0 the step that ends the prompt is awaited like one that samples, and yields nothing.
             max_total_tokens=min(num_prompt_tokens + max(message.max_tokens, 1), max_model_len),
             queued_ns=now_ns,
         )

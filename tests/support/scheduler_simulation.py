@@ -171,7 +171,7 @@ class FakeExecutor:
             self._compute(slot, end)
             if slot.sequence.sampling.prompt_logprobs >= 0 and first < slot.sequence.num_prompt_tokens:
                 prompt_logprobs.append(self._prompt_logprobs(number, slot, first, end))
-            if end < len(slot.tokens):
+            if end < len(slot.tokens) or slot.sequence.max_tokens == 0:
                 continue
             num_generated = len(slot.tokens) - slot.sequence.num_prompt_tokens
             sampling = slot.sequence.sampling
