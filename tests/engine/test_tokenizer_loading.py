@@ -291,7 +291,7 @@ def test_a_bad_chat_template_file_ends_the_start(tmp_path: Path, content: str | 
     context = ActorContext(
         "tokenizer-0",
         settings_for(default_gguf(), chat_template=template),
-        {"frontend-0": Box(), "scheduler": Box()},
+        {"frontend-0": Box("frontend"), "scheduler": Box("scheduler")},
         reports.append,
         lambda: None,
     )

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ringserve.actor import ActorContext
 from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine.tokenizer import TokenizerActor, create
 from ringserve.messages import (
+    RINGS,
     EngineStats,
     ExecutorReady,
     LogprobColumns,
@@ -137,10 +139,14 @@ def settings_for(path: Path, tokenizer: Path | None = None, chat_template: Path 
 
 
 class Box(list[Any]):
-    """An outbox that keeps what was sent."""
+    """An outbox that keeps what was sent, as it comes out of the ring."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RINGS["tokenizer", target])
 
     def send(self, message: Any) -> None:
-        self.append(message)
+        self.append(self._decoder.decode(msgspec.msgpack.encode(message)))
 
     def take(self) -> list[Any]:
         messages = list(self)
@@ -170,7 +176,7 @@ class World:
 
 
 def make_world(settings: TokenizerSettings, executor_ready: ExecutorReady | None = None) -> World:
-    frontend, second, scheduler = Box(), Box(), Box()
+    frontend, second, scheduler = Box("frontend"), Box("frontend"), Box("scheduler")
     reports: list[Any] = []
     flushes: list[None] = []
     context = ActorContext(
