@@ -16,6 +16,7 @@ from ringserve.config import ModelSource
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampled, Sampler
 from ringserve.engine.self_check import TracedModel, check_model
 
@@ -56,9 +57,11 @@ def default_model() -> ModelSource:
 
 
 def load(source: ModelSource, dtype: DType) -> tuple[LoadedModel, TracedModel]:
-    """Load and check."""
+    """Load and check; the linear layers are packed as for serving."""
     loaded = load_model(source, dtype, lambda stage, fraction: None)
-    return loaded, check_model(loaded.model)
+    traced = check_model(loaded.model)
+    pack_linears(loaded.model)
+    return loaded, traced
 
 
 def make_bench(
