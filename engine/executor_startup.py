@@ -12,10 +12,11 @@ import torch
 from ringserve.config import ExecutorSettings
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
 from ringserve.engine.kv_pool import KVPool, bytes_per_page
-from ringserve.engine.model_error import ModelError
+from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import load_model, resolve_dtype
 from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.self_check import check_model
 from ringserve.messages import (
@@ -129,10 +130,20 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
     sampler = Sampler(traced.vocab_size, loaded.eos_token_ids, settings.max_num_seqs)
+    # After the check, which needs the plain weights.
+    packed = pack_linears(loaded.model)
     runner = ModelRunner(loaded.model, traced.modules, pool, sampler)
 
     progress(WARMING_UP, 0.0)
-    warm_up(runner, page_size, min(budget.max_model_len, budget.num_pages * page_size))
+    try:
+        warm_up(runner, page_size, min(budget.max_model_len, budget.num_pages * page_size))
+    except Exception as error:  # modelling code that reaches for a packed weight fails in its own way
+        if not packed:
+            raise
+        raise ModelError(
+            f"{loaded.architecture} does not run on bfloat16 weights in oneDNN's layout ({first_line(error)}); "
+            "use --dtype float32"
+        ) from error
     progress(WARMING_UP, 1.0)
     return Engine(
         runner=runner,

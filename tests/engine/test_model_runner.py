@@ -80,7 +80,7 @@ def test_answers_a_question(bf16: Loaded) -> None:
 
 def test_equals_generate_in_float32(f32: Loaded) -> None:
     prompts = [[504], QUESTION, prompt_of(100)]
-    new_tokens = 12
+    new_tokens = 8
     bench = bench_of(f32, "float32")
     jobs = [Job(prompt, new_tokens) for prompt in prompts]
     run(bench, jobs, budget=32)
