@@ -6,17 +6,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import pytest
-from ringserve.shm import AttachError, Consumer, Doorbell, Phase, Producer, ShmError, create_doorbell
+from shm_workshop import Workshop
+
+from ringserve.shm import AttachError, Consumer, Doorbell, Phase, Producer, ShmError, create_channel, create_doorbell
 from ringserve.shm.fallback import PurePythonBell, format_bell
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Workshop
 
 
 @pytest.fixture
@@ -93,8 +90,6 @@ def test_several_producers_share_one_doorbell(workshop: Workshop) -> None:
 def test_no_ring_while_awake() -> None:
     """A ring's producer spares the system call while the consumer is awake."""
     source, sink = create_doorbell("source"), create_doorbell("sink")
-    from ringserve.shm import create_channel
-
     channel = create_channel("c", producer=source, consumer=sink, transport="ring")
     bell, producer, consumer = (
         Doorbell.attach(sink),
@@ -193,7 +188,7 @@ def test_signal_handlers_run_while_waiting(owned: tuple[Doorbell, object]) -> No
 
 def test_foreign_pages_are_refused() -> None:
     handle = create_doorbell("x")
-    page, event = handle.filenos()
+    page, _ = handle.filenos()
     os.pwrite(page, b"\0" * 8, 0)
     with pytest.raises(AttachError):
         Doorbell.attach(handle)

@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
+
 from ringserve import shm
 from ringserve.shm import TransportUnavailable, create_channel, create_doorbell, extension_available
 
@@ -17,7 +18,7 @@ def test_the_extension_was_built() -> None:
 
 @pytest.fixture
 def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ringserve.shm._ring", None)  # type: ignore[arg-type]  # what "not there" is
+    monkeypatch.setitem(sys.modules, "ringserve.shm._ring", None)
 
 
 @pytest.mark.usefixtures("no_extension")

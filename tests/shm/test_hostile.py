@@ -8,14 +8,12 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+from shm_workshop import Link, Workshop
+
 from ringserve.shm import CorruptFrame, _ring
 from ringserve.shm.channel import RingCarrier, SocketCarrier
-
-if TYPE_CHECKING:
-    from conftest import Link, Workshop
 
 CAPACITY = 1 << 16
 OFFSETS = {name: offset for name, (offset, _, _) in _ring.LAYOUT.items()}
@@ -107,7 +105,9 @@ def test_length_over_a_frames_bound_inside_the_tail(hostile: tuple[Link, Memory]
     assert_lost(link)
 
 
-@pytest.mark.parametrize(("kind", "flags", "skip"), [(4, 0, 0), (255, 0, 0), (WHOLE, 1, 0), (WHOLE, 0, 1), (WHOLE, 0, -1)])
+@pytest.mark.parametrize(
+    ("kind", "flags", "skip"), [(4, 0, 0), (255, 0, 0), (WHOLE, 1, 0), (WHOLE, 0, 1), (WHOLE, 0, -1)]
+)
 def test_unknown_kinds_flags_and_sequence_numbers(
     hostile: tuple[Link, Memory], kind: int, flags: int, skip: int
 ) -> None:
@@ -151,20 +151,15 @@ def test_close_in_the_middle_of_a_message(hostile: tuple[Link, Memory]) -> None:
     assert_lost(link)
 
 
-@pytest.mark.parametrize("head", [8, 4, -8, CAPACITY, 1 << 63])
+@pytest.mark.parametrize("head", [4, -8, CAPACITY, 1 << 63])
 def test_impossible_positions_of_the_consumer(hostile: tuple[Link, Memory], head: int) -> None:
     """The producer looks at the consumer's position when it runs out of room."""
     link, memory = hostile
-    sent = 0
     memory.set_head(head)
+    for _ in range(CAPACITY // 16):
+        assert link.producer.try_put(b"12345678")
     with pytest.raises(CorruptFrame):
-        for _ in range(CAPACITY // 16):
-            assert link.producer.try_put(b"12345678")
-            sent += 1
-        if head % 8 == 0 and 0 < head < CAPACITY:  # possible after all, once that much has been published
-            raise CorruptFrame
         link.producer.try_put(b"12345678")
-    assert sent <= CAPACITY // 16
 
 
 def test_a_real_producers_frames_truncated_at_every_length(ring_workshop: Workshop) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import os
 import stat
 import struct
-from typing import TYPE_CHECKING
 
 import pytest
+from shm_workshop import Link, Workshop
+
 from ringserve.shm import AttachError, Consumer, Producer, _ring, create_doorbell, fallback
 from ringserve.shm.channel import RingCarrier
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
-
-if TYPE_CHECKING:
-    from conftest import Link, Workshop
 
 CAPACITY = 1 << 16
 OFFSETS = {name: offset for name, (offset, _, _) in _ring.LAYOUT.items()}
@@ -31,7 +30,7 @@ def test_fields_do_not_overlap_and_writers_keep_apart() -> None:
     """Lines of different processes lie 128 bytes apart, but for the one that both touch when the ring is full."""
     for prefix, kinds in (("RING_", {"creator", "producer", "consumer"}), ("BELL_", {"creator", "owner", "both"})):
         rows = sorted(row for name, row in _ring.LAYOUT.items() if name.startswith(prefix))
-        for (offset, size, _), (following, _, _) in zip(rows, rows[1:], strict=False):
+        for (offset, size, _), (following, _, _) in itertools.pairwise(rows):
             assert offset + size <= following
         assert all(offset % size == 0 for offset, size, _ in rows)
         assert rows[-1][0] + rows[-1][1] <= 4096
@@ -42,14 +41,15 @@ def test_fields_do_not_overlap_and_writers_keep_apart() -> None:
 
 
 def test_python_and_c_agree_on_the_doorbell_page() -> None:
-    assert {
+    in_python = {
         "BELL_MAGIC": fallback.MAGIC,
         "BELL_LAYOUT_VERSION": fallback.VERSION,
         "BELL_ASLEEP": fallback.ASLEEP,
         "BELL_HEARTBEAT_NS": fallback.HEARTBEAT_NS,
         "BELL_PHASE": fallback.PHASE,
         "BELL_PID": fallback.PID,
-    } == {name: offset for name, offset in OFFSETS.items() if name.startswith("BELL_")}
+    }
+    assert in_python == {name: offset for name, offset in OFFSETS.items() if name.startswith("BELL_")}
     assert fallback.LAYOUT_VERSION == _ring.LAYOUT_VERSION
 
 
@@ -103,8 +103,11 @@ def test_another_channels_segment_is_refused(ring_workshop: Workshop, field: str
     a, b = ring_workshop.doorbell("a"), ring_workshop.doorbell("b")
     channel = ring_workshop.channel("ab", a, b, CAPACITY)
     end = channel.producer_end
+    assert isinstance(end.carrier, RingCarrier)
+    agreed = {name: getattr(end.carrier, name) for name in ("capacity", "max_frame", "ring_id", "session_id")}
+    wrong = RingCarrier(end.carrier.segment, **(agreed | {field: value}))
     with pytest.raises(AttachError):
-        Producer.attach(dataclasses.replace(end, carrier=dataclasses.replace(end.carrier, **{field: value})))
+        Producer.attach(dataclasses.replace(end, carrier=wrong))
     ring_workshop.keep(Producer.attach(end))
 
 
@@ -121,6 +124,7 @@ def test_a_header_that_does_not_match_is_refused(ring_workshop: Workshop, field:
 def test_unsealed_and_short_files_are_refused(ring_workshop: Workshop) -> None:
     a, b = ring_workshop.doorbell("a"), ring_workshop.doorbell("b")
     good = ring_workshop.channel("ab", a, b, CAPACITY).producer_end
+    assert isinstance(good.carrier, RingCarrier)
     unsealed = Descriptor(os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(unsealed.fileno(), 4096 + CAPACITY)
     short = Descriptor(create_sealed_memfd("short", 4096))
