@@ -242,7 +242,7 @@ class Dispatcher:
             return
         call = entry.sink
         self._journal.close(entry)
-        self._metrics.on_refused()
+        self._metrics.on_refused(refused.status)
         if call is not None:
             self.cancel(call, error)
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("ringserve.access")
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+_PROBES = _OPEN_PATHS | {"/metrics"}
+"""Asked every few seconds for ever: their lines would drown the others."""
 
 
 class ApiKeys:
@@ -100,7 +102,8 @@ class Edge:
 def _log(scope: Scope, exchange: Exchange) -> None:
     milliseconds = (time.monotonic_ns() - exchange.received_ns) / 1e6
     client = scope.get("client")
-    access.info(
+    access.log(
+        logging.DEBUG if scope["path"] in _PROBES else logging.INFO,
         '%s "%s %s" %d tokens=%s %.1f ms id=%s',
         client[0] if client else "-",
         scope["method"],

@@ -55,6 +55,8 @@ class Metrics:
         rejections = self._family_counter("vllm:admission_rejections", "Requests refused for overload.", "reason")
         self._rejections = rejections.labels(*self._values, "max_num_queued_reqs")
 
+        self._refused = self._family_counter("ringserve_refused_requests", "Refused behind the frontend.", "status")
+
         latency = buckets.LATENCY
         self._iteration_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in a step.", buckets.ITERATION_TOKENS
@@ -215,9 +217,9 @@ class Metrics:
         """All choices of a prompt ended; the longest had ``most_tokens``."""
         self._max_generation_tokens.observe(most_tokens)
 
-    def on_refused(self) -> None:
-        """The whole request was refused by a process behind the frontend."""
-        self._finished["error"].inc()
+    def on_refused(self, status: int) -> None:
+        """The whole request was refused by a process behind the frontend, with this HTTP status."""
+        self._refused.labels(*self._values, str(status)).inc()
 
     def on_rejected(self) -> None:
         self._rejections.inc()

@@ -68,6 +68,7 @@ class ServerRoutes:
                 "num_free_slots": report.num_free_slots,
                 "scheduler_requests": report.scheduler_requests,
                 "tokenizer_requests": report.tokenizer_requests,
+                "frontend_requests": statistics["journal_entries"],
                 "frontend": {**statistics, "tasks": tasks},
             }
         )

@@ -60,6 +60,9 @@ def seen() -> Iterator[tuple[Samples, dict[str, int]]]:
             counts["choices"] += n
             counts["prompts"] += 1
             counts["several"] += n if max_tokens > 1 else 0
+        assert (
+            http.post("/v1/completions", json={"prompt": [1] * 600}).status_code == 400
+        )  # refused: counted nowhere here
         frontend.fake.hold = True
         leaver = RawClient(frontend)
         leaver.post("/v1/completions", {"prompt": "a b", "max_tokens": 50})
@@ -90,7 +93,9 @@ def test_counters_equal_what_clients_saw(seen: tuple[Samples, dict[str, int]]) -
     assert samples["request_prompt_tokens_count", ""] == counts["prompts"] + 1
     assert samples["request_generation_tokens_sum", ""] == counts["completion"]
     assert samples["request_max_num_generation_tokens_sum", ""] == 1 + 5 + 8 + 2
+    assert samples["request_success_total", "error"] == 0
     assert samples["ringserve_client_disconnects_total", ""] == 1
+    assert samples["ringserve_refused_requests_total", ""] == 1
 
 
 def test_gauges_are_the_engine_stats(seen: tuple[Samples, dict[str, int]]) -> None:
