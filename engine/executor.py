@@ -110,6 +110,7 @@ class Executor:
     def _progress(self, stage: str, fraction: float) -> None:
         self._context.report(Progress(stage, fraction))
         self._to_scheduler.send(LoadProgress(stage, fraction))
+        self._context.flush_soon()
 
 
 def create(context: ActorContext) -> BlockingActor:

@@ -39,8 +39,9 @@ class PackedLinear(nn.Module):
 
 def can_pack() -> bool:
     """Whether this machine's oneDNN computes in bfloat16."""
-    mkldnn: Any = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and bool(mkldnn._is_mkldnn_bf16_supported())
+    backend: Any = torch.backends.mkldnn
+    operators: Any = torch.ops.mkldnn
+    return bool(backend.is_available() and operators._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: nn.Module) -> int:
