@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 2048
 _CLOSE_SECONDS = 2.0
+_UNREAD_MILLISECONDS = 60_000
+"""A complete answer that its client does not read is dropped by the kernel after this, with its connection; without a
+limit, such a connection would stay for as long as the client likes."""
 
 
 class BindError(Exception):
@@ -41,6 +44,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise BindError(f"cannot listen on {host}: {error.strerror or error}; choose another with --host") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MILLISECONDS
+        )  # accepted ones inherit it
         listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
