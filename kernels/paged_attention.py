@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from ringserve.kernels.paged_batch import MIN_ROWS, DecodeGroup, PagedBatch, PrefillSequence, Workspace
+from ringserve.kernels.paged_batch import DecodeGroup, PagedBatch, PrefillSequence, Workspace, padded_rows
 
 __all__ = ["PagedBatch", "Workspace", "paged_attention", "write_kv"]
 
@@ -104,7 +104,7 @@ def _decode(
     _, num_heads, key_dim = q.shape
     size, num_keys = len(group.rows), group.num_keys
     heads_per_kv = num_heads // kv_heads
-    num_rows = max(heads_per_kv, MIN_ROWS)
+    num_rows = padded_rows(heads_per_kv)
     keys = _gather(k_pages, group.page_ids, size, "keys", work).view(size * kv_heads, num_keys, key_dim)
     values = _gather(v_pages, group.page_ids, size, "values", work).view(size * kv_heads, num_keys, value_dim)
     if group.unwritten is not None:
@@ -152,7 +152,7 @@ def _prefill(
         num_tokens = tile.rows.stop - tile.rows.start
         num_keys = tile.keys.stop - tile.keys.start
         used_rows = num_tokens * heads_per_kv
-        num_rows = max(used_rows, MIN_ROWS)
+        num_rows = padded_rows(used_rows)
         queries = work.take("queries", (kv_heads, num_rows, key_dim))
         torch.mul(
             q[tile.rows].view(num_tokens, kv_heads, heads_per_kv, key_dim).transpose(0, 1).float(),

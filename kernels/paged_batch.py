@@ -9,7 +9,8 @@ The plan keeps each row's result independent of how its prompt was cut into chun
 * gathered keys begin at a position that depends on the tile alone;
 * sums over keys go through blocks whose size depends on their place in the row alone (a BLAS library cuts a long sum
   into parts that depend on its length);
-* no matrix product has fewer than ``MIN_ROWS`` rows (below that, a library's kernels add in another order).
+* matrix products have multiples of ``ROW_MULTIPLE`` rows (for fewer, also as one thread's share of a product, a
+  library has kernels that add in another order).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LONG_KEY_BLOCK = 512
 
 LONG_ROW = 1024
 
-MIN_ROWS = 4
-"""Fewest rows of a matrix product."""
+ROW_MULTIPLE = 4
+"""Matrix products have a multiple of this many rows."""
 
 GROUP_ELEMENTS = 1 << 18
 """Key elements of one gather of decode rows: 1 MiB of float32, still in the cache when it is used."""
@@ -43,6 +44,11 @@ def padded_keys(num_keys: int) -> int:
     """``num_keys`` rounded up to whole blocks."""
     block = KEY_BLOCK if num_keys <= LONG_ROW else LONG_KEY_BLOCK
     return -(-num_keys // block) * block
+
+
+def padded_rows(num_rows: int) -> int:
+    """``num_rows`` rounded up to what a matrix product should have."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def key_blocks(num_keys: int) -> tuple[slice, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -13,8 +14,11 @@ from ringserve.kernels.paged_attention_reference import paged_attention_referenc
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass
@@ -140,6 +144,22 @@ def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
             result = torch.cat(parts)
             whole = result if whole is None else whole
             assert torch.equal(result, whole), (page_size, chunk)
+
+
+@pytest.mark.parametrize("heads", [5, 6, 7, 9])
+def test_rows_do_not_depend_on_chunks_with_two_threads(heads: int) -> None:
+    # One KV head is the case in which a thread gets some rows of a product instead of some products.
+    torch.set_num_threads(2)
+    random, generator = Random(3), torch.Generator().manual_seed(5)
+    length = 150
+    pages = Pages.poisoned(30, 1, 16, (64, 64), torch.float32, random)
+    table = pages.add(*(_random(generator, length, 1, 64, dtype=torch.float32) for _ in range(2)))
+    q = _random(generator, length, heads, 64, dtype=torch.float32)
+    whole = paged_attention(q, pages.keys, pages.values, PagedBatch([0, length], [length], [table]), 0.125)
+    for start, end in ((0, 1), (0, 2), (3, 6), (40, 45), (126, 130), (127, 128), (148, 149), (149, 150)):
+        batch = PagedBatch([0, end - start], [end], [table])
+        part = paged_attention(q[start:end], pages.keys, pages.values, batch, 0.125)
+        assert torch.equal(part, whole[start:end])
 
 
 @pytest.mark.parametrize("window", [None, 1100])
