@@ -123,7 +123,7 @@ def is_empty(report: Mapping[str, Any]) -> bool:
         and report["num_free_pages"] == report["num_pages"]
         and report["scheduler_requests"] == 0
         and report["tokenizer_requests"] == 0
-        and report["frontend_requests"] == 0
+        and report["frontend"]["journal_entries"] == 0
     )
 
 
