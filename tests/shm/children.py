@@ -100,7 +100,7 @@ def sleeper(handle: DoorbellHandle, incoming: ConsumerEnd, outgoing: ProducerEnd
             producer.flush()
         spin(rng, 6)
         arms += 1
-        if bell.arm([consumer]):
+        if bell.arm([consumer]) and taken < count:
             _sleep(rng, bell, [consumer], [])
     producer.put_nowait(b"%d" % arms)
     for thing in (producer, consumer, bell):
