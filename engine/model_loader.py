@@ -156,6 +156,8 @@ def _read_config(path: Path, auto_config: Any) -> Any:
 def _explain_load_failure(path: Path, config: Any, error: Exception) -> str:
     text = first_line(error)
     kind = getattr(config, "model_type", "unknown")
+    if isinstance(error, KeyError) and ATTENTION_NAME in text:
+        return f"{path} ('{kind}') cannot be served: its code does not use transformers' attention interface"
     if "Unrecognized configuration class" in text:
         return f"{path} ('{kind}') is not a decoder that generates text; choose a causal language model"
     if type(error).__name__ == "SafetensorError" or "safetensor" in text.lower():
