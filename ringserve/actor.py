@@ -69,7 +69,7 @@ class AsyncActor(Protocol):
         """Once after each batch."""
 
     def request_stop(self) -> None:
-        """SIGTERM: finish what runs (bounded), then return from ``run``."""
+        """SIGTERM, or a neighbour's goodbye: finish what runs (bounded), then return from ``run``."""
 
 
 class Peer:

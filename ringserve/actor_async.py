@@ -26,15 +26,17 @@ class AsyncDriver:
             self._turn_scheduled = True
             self._loop.call_soon(self._turn)
 
-    async def run(self, actor: AsyncActor) -> None:
-        """Run ``actor`` until it returns.
+    async def run(self, actor: AsyncActor, stop_on_sigterm: bool = False) -> None:
+        """Run ``actor`` until it returns. ``stop_on_sigterm``: SIGTERM is a request to stop; else it is left alone.
 
         Raises:
             PeerDied: a neighbour died.
             Exception: whatever a handler raised; the actor's state is not to be trusted after that.
         """
         self._actor = actor
-        self._loop.add_signal_handler(signal.SIGTERM, actor.request_stop)
+        if stop_on_sigterm:
+            # Not the loop's own handler: closing the loop would bring back the default, which kills.
+            signal.signal(signal.SIGTERM, lambda _number, _frame: self._loop.call_soon_threadsafe(actor.request_stop))
         self._loop.add_reader(self._mailbox.doorbell.fileno(), self._on_doorbell)
         self.flush_soon()
         life = asyncio.ensure_future(actor.run())
@@ -47,6 +49,8 @@ class AsyncDriver:
             life.result()
             self._mailbox.flush()
         finally:
+            if stop_on_sigterm:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._loop.remove_reader(self._mailbox.doorbell.fileno())
             for peer in self._mailbox.peers:
                 if peer.pidfd is not None:

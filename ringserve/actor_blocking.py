@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
 from ringserve.actor import BlockingActor, Mailbox
@@ -11,35 +9,20 @@ from ringserve.shm import ChannelClosed, Phase
 
 
 def run_blocking(actor: BlockingActor, mailbox: Mailbox) -> None:
-    """Run ``actor`` until SIGTERM, or until a neighbour that had said goodbye is gone.
+    """Run ``actor`` until a neighbour has said goodbye.
 
     Raises:
         PeerDied: a neighbour died.
     """
-    stopped = False
-
-    def stop(_signum: int, _frame: object) -> None:
-        nonlocal stopped
-        stopped = True
-
-    # The handler alone could run between the check of `stopped` and the wait; the byte in the pipe cannot be missed.
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        actor.startup()
-        mailbox.doorbell.phase = Phase.ready
-        while not stopped and _turn(actor, mailbox, wake_read):
-            pass
-        actor.shutdown()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)
-        os.close(wake_read)
-        os.close(wake_write)
+    actor.startup()
+    mailbox.flush()
+    mailbox.doorbell.phase = Phase.ready
+    while _turn(actor, mailbox):
+        pass
+    actor.shutdown()
 
 
-def _turn(actor: BlockingActor, mailbox: Mailbox, wake: int) -> bool:
+def _turn(actor: BlockingActor, mailbox: Mailbox) -> bool:
     """Drain, act, flush, wait. False: a neighbour has said goodbye, and nothing more can come of it."""
     try:
         mailbox.drain(actor.handle)
@@ -49,11 +32,11 @@ def _turn(actor: BlockingActor, mailbox: Mailbox, wake: int) -> bool:
             return True
     except ChannelClosed:
         return False
-    return not _peer_left(mailbox, mailbox.doorbell.wait(None, _watched(mailbox, wake)), actor.handle)
+    return not _peer_left(mailbox, mailbox.doorbell.wait(None, _watched(mailbox)), actor.handle)
 
 
-def _watched(mailbox: Mailbox, wake: int) -> list[int]:
-    watched = [wake]
+def _watched(mailbox: Mailbox) -> list[int]:
+    watched = []
     for peer in mailbox.peers:
         peer.attach()
         if peer.pidfd is not None:

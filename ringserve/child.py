@@ -52,6 +52,8 @@ class ActorSpec:
     module: str
     on_loop: bool
     """Runs on uvloop (frontend, tokenizer), not on a blocking wait."""
+    at_the_edge: bool
+    """SIGTERM tells it to finish what runs (frontend)."""
     settings: Any
     doorbell: DoorbellHandle
     inbox: tuple[tuple[str, ConsumerEnd], ...]
@@ -69,8 +71,11 @@ def run_actor(spec: ActorSpec) -> None:
     Raises:
         SystemExit: with the exit status.
     """
-    # Ctrl-C reaches the whole foreground group; only the supervisor decides what it means.
+    # Ctrl-C reaches the whole foreground group, and service managers send SIGTERM to every process of a service: only
+    # the supervisor decides what it means. It tells the process at the edge; the others end when their neighbour says
+    # goodbye.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _name_process(spec.role)
     set_up_logging(spec.role, spec.log_level)
     _end_with(spec.supervisor_pid)
@@ -82,13 +87,13 @@ def run_actor(spec: ActorSpec) -> None:
             context = _context(spec, mailbox, mailbox.flush)
             run_blocking(importlib.import_module(spec.module).create(context), mailbox)
     except PeerDied as error:
+        # No goodbye, and no tidying up: the neighbours must see a death, and at once, so that clients can be told.
         logger.debug("ending: %s", error)
-        raise SystemExit(EXIT_PEER_DIED) from None
+        os._exit(EXIT_PEER_DIED)
     except Exception:
         logger.exception("a fault in ringserve ended the %s process", spec.role)
-        raise SystemExit(1) from None
-    finally:
-        mailbox.close()
+        os._exit(1)
+    mailbox.close()
 
 
 def _run_on_loop(spec: ActorSpec, mailbox: Mailbox) -> None:
@@ -100,7 +105,7 @@ def _run_on_loop(spec: ActorSpec, mailbox: Mailbox) -> None:
         driver = AsyncDriver(mailbox)
         actor = importlib.import_module(spec.module).create(_context(spec, mailbox, driver.flush_soon))
         gc.freeze()  # what start-up made stays; the collector need not walk it while serving
-        await driver.run(actor)
+        await driver.run(actor, stop_on_sigterm=spec.at_the_edge)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(live())

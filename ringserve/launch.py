@@ -28,7 +28,7 @@ from ringserve.wiring import EXECUTOR, FRONTEND, SCHEDULER, TOKENIZER, Wiring, r
 
 KILL_AFTER = 5.0
 """Seconds a process gets to end after it was told to, beyond what it may use for running requests."""
-LAST_WORDS = 0.5
+LAST_WORDS = 0.8
 """Seconds the frontend gets to tell its clients that the server is going down."""
 
 logger = logging.getLogger("ringserve")
@@ -142,7 +142,7 @@ class Supervisor:
                 file=sys.stderr,
                 flush=True,
             )
-        self._end((FRONTEND,), LAST_WORDS)
+        self._end((FRONTEND,), LAST_WORDS)  # it tells its clients
         self._end((TOKENIZER, SCHEDULER, EXECUTOR), 0.0)
         return 1
 
@@ -196,9 +196,7 @@ class Supervisor:
                 child.process.terminate()
 
     def _end(self, names: tuple[str, ...], grace: float) -> None:
-        """SIGTERM, and after ``grace`` seconds SIGKILL."""
-        for name in names:
-            self._terminate(name)
+        """They end by themselves when their neighbour has; after ``grace`` seconds by SIGKILL."""
         deadline = time.monotonic() + grace
         for child in self._children:
             if child.role in names:

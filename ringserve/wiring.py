@@ -125,6 +125,7 @@ class Wiring:
             role=role.name,
             module=role.module,
             on_loop=role.on_loop,
+            at_the_edge=role.name == FRONTEND,
             settings=role.settings,
             doorbell=self.doorbells[role.name],
             inbox=tuple((other, self._channels[other, role.name].consumer_end) for other in neighbours),

@@ -37,7 +37,7 @@ STEPS = 5000
 class Neighbour:
     """The scheduler's end, in the test's process, and the actor under test in a child."""
 
-    def __init__(self, on_loop: bool, transport: Transport) -> None:
+    def __init__(self, on_loop: bool, transport: Transport, at_the_edge: bool = False) -> None:
         bells = {name: create_doorbell(name) for name in ("scheduler", "executor")}
         down = create_channel("down", producer=bells["scheduler"], consumer=bells["executor"], transport=transport)
         up = create_channel("up", producer=bells["executor"], consumer=bells["scheduler"], transport=transport)
@@ -51,6 +51,7 @@ class Neighbour:
             role="executor",
             module="echo_actors",
             on_loop=on_loop,
+            at_the_edge=at_the_edge,
             settings=on_loop,
             doorbell=bells["executor"],
             inbox=(("scheduler", down.consumer_end),),
@@ -97,8 +98,8 @@ class Neighbour:
 
 
 @contextmanager
-def neighbour(on_loop: bool, transport: Transport = "auto") -> Iterator[Neighbour]:
-    running = Neighbour(on_loop, transport)
+def neighbour(on_loop: bool, transport: Transport = "auto", at_the_edge: bool = False) -> Iterator[Neighbour]:
+    running = Neighbour(on_loop, transport, at_the_edge)
     try:
         yield running
     finally:
@@ -120,9 +121,8 @@ def test_messages_are_answered_in_order(on_loop: bool, transport: Transport) -> 
         assert actor.receive(STEPS) == [str(step) for step in range(STEPS)]
 
 
-@both
-def test_sigterm_ends_it_in_order(on_loop: bool) -> None:
-    with neighbour(on_loop) as actor:
+def test_sigterm_asks_the_edge_to_finish() -> None:
+    with neighbour(on_loop=True, at_the_edge=True) as actor:
         actor.send(1)
         assert actor.receive(1) == ["1"]
         actor.process.terminate()
@@ -134,12 +134,13 @@ def test_sigterm_ends_it_in_order(on_loop: bool) -> None:
 
 
 @both
-def test_ctrl_c_is_the_supervisors_business(on_loop: bool) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_others_are_the_supervisors_business(on_loop: bool, signum: signal.Signals) -> None:
     with neighbour(on_loop) as actor:
         actor.send(1)
         assert actor.receive(1) == ["1"]
         assert actor.process.pid is not None
-        os.kill(actor.process.pid, signal.SIGINT)
+        os.kill(actor.process.pid, signum)
         actor.send(2)
         assert actor.receive(1) == ["2"]
 
