@@ -52,7 +52,7 @@ format: install-dev
 	$(BIN)/ruff format .
 
 bench: install-dev
-	$(BIN)/python -P -m bench.decode $(ARGS)
+	$(BIN)/python -P -m ringserve.bench.decode $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info shm/*.so

@@ -1,6 +1,6 @@
 """Decode throughput through HTTP with streaming against plain ``transformers.generate``, interleaved in one run.
 
-    python -P -m bench.decode --output bench/results/decode.json
+    python -P -m ringserve.bench.decode --output bench/results/decode.json
 
 Both sides compute the default model in the same dtype on the same number of threads, with the same prompts and forced
 lengths, timed by this process's clock. Plain transformers keeps its KV cache, runs in inference mode, is warmed up, and
@@ -26,9 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.machine import OtherLoad, describe, tree_seconds
-from bench.server import BenchServer
-from bench.sse_client import Stream, stream_completion
+from ringserve.bench.machine import OtherLoad, describe, tree_seconds
+from ringserve.bench.server import BenchServer
+from ringserve.bench.sse_client import Stream, stream_completion
 from ringserve.engine.gguf_weights import load_llama, open_gguf
 from ringserve.model_source import resolve_model
 
@@ -71,7 +71,7 @@ def main() -> int:
             hops.append(difference(before, hop_sums(server.url)))
             progress.advance(task)
     result = {
-        "command": " ".join(["python -P -m bench.decode", *sys.argv[1:]]),
+        "command": " ".join(["python -P -m ringserve.bench.decode", *sys.argv[1:]]),
         "machine": describe(),
         "load": {key: value for key, value in vars(options).items() if key != "output"},
         "transformers_tokens_per_s": plain_rates,

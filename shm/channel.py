@@ -152,9 +152,7 @@ def create_channel(
         sending = receiving = _create_ring(name, capacity, max_frame)
     else:
         sending, receiving = _create_socket_pair(capacity, max_frame)
-    return ChannelHandle(
-        name, chosen, ProducerEnd(name, sending, consumer), ConsumerEnd(name, receiving, producer)
-    )
+    return ChannelHandle(name, chosen, ProducerEnd(name, sending, consumer), ConsumerEnd(name, receiving, producer))
 
 
 def _create_ring(name: str, capacity: int, max_frame: int) -> RingCarrier:

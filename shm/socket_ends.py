@@ -243,9 +243,7 @@ class SocketConsumer(_SocketEnd, Consumer):
         self._sequence += 1
         inside = kind in (MIDDLE, LAST)
         if kind != CLOSE and inside != (self._assembly is not None):
-            raise self._corrupt(
-                "a fragment without a beginning" if inside else "a fragmented message was not finished"
-            )
+            raise self._corrupt("a fragment without a beginning" if inside else "a fragmented message was not finished")
         return int(kind)
 
     def _take_fragment(self, kind: int, payload: memoryview) -> bytes | None:

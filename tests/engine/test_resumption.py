@@ -54,7 +54,8 @@ def request(sampling: SamplingParams, output: OutputParams, **more: Any) -> Gene
 
 def cut(whole: Answer, tokens: int) -> ResumedChoice:
     """What a journal holds once the output with the first ``tokens`` tokens has been sent."""
-    sent, ids = "", []
+    sent = ""
+    ids: list[int] = []
     for text, step_ids in zip(whole.texts, whole.token_ids_by_step, strict=True):
         if len(ids) + len(step_ids) > tokens:
             break

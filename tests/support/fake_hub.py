@@ -40,7 +40,12 @@ class FakeHub:
                     self._send(json.dumps({"id": repository, "sha": COMMIT, "siblings": names}).encode(), with_body)
                 elif path == f"/api/models/{repository}/tree/{COMMIT}":
                     entries = [
-                        {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file.read_bytes())}
+                        {
+                            "type": "file",
+                            "path": file.name,
+                            "size": file.stat().st_size,
+                            "oid": _digest(file.read_bytes()),
+                        }
                         for file in sorted(directory.iterdir())
                     ]
                     self._send(json.dumps(entries).encode(), with_body)
