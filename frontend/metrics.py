@@ -37,6 +37,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._values = (model_name, _ENGINE)
         self._last_stats: EngineStats | None = None
+        self._last_times: StepTimes | None = None
         self._ready = False
 
         self._running = self._gauge("vllm:num_requests_running", "Sequences being computed.")
@@ -84,6 +85,10 @@ class Metrics:
         self._params_n = self._histogram("vllm:request_params_n", "n.", buckets.CHOICES)
 
         self._steps = self._counter("ringserve_steps", "Engine steps.")
+        self._overlapped_steps = self._counter(
+            "ringserve_steps_overlapped",
+            "Steps that were in the executor's ring before the last one's result was sent.",
+        )
         self._step_sequences = self._counter("ringserve_step_sequences", "Sequences advanced, summed over steps.")
         self._preempted_tokens = self._counter("ringserve_preempted_tokens", "Tokens computed again after preemption.")
         self._disconnects = self._counter(
@@ -139,6 +144,10 @@ class Metrics:
         if times is None:
             return
         self._steps.inc()
+        last = self._last_times
+        if last is not None and times.step_id == last.step_id + 1 and times.scheduled_ns < last.executor_finished_ns:
+            self._overlapped_steps.inc()
+        self._last_times = times
         self._step_sequences.inc(times.num_sequences)
         self._iteration_tokens.observe(times.num_tokens)
         stamps = _stamps(times, outputs, now_ns)

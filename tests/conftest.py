@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from reference import Reference
 
 ALLOWED_SKIPS = (
     "needs a CUDA device",
@@ -10,6 +15,15 @@ ALLOWED_SKIPS = (
     "the layout of shared memory is the ring's alone",
 )
 """What a skip's reason may begin with: things that a machine can lack, not things that are left to do."""
+
+
+@pytest.fixture(scope="session")
+def references() -> list[Reference]:
+    """What transformers makes of the twenty prompts, computed once in each run that asks for it."""
+    # Imported here: most runs of a few tests need neither torch nor transformers.
+    from reference import default_references
+
+    return default_references()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

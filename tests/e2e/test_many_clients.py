@@ -216,6 +216,39 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours(server: Server) -> N
     assert results[15][0] == alone
 
 
+def test_the_next_step_is_planned_before_the_last_one_is_back(server: Server) -> None:
+    """At eight streams, by the messages' time stamps."""
+    body = {"model": MODEL, "prompt": "One", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    before = counters(server.url)
+    asyncio.run(ask_all(server.url, [Case({**body, "prompt": f"{n} rings"}) for n in range(8)], 8))
+    after = counters(server.url)
+    steps = after["ringserve_steps_total"] - before["ringserve_steps_total"]
+    overlapped = after["ringserve_steps_overlapped_total"] - before["ringserve_steps_overlapped_total"]
+    assert steps >= 60
+    assert overlapped >= 0.9 * steps
+
+
+def test_a_huge_prompt_among_streams(server: Server) -> None:
+    """A megabyte of text is encoded beside eight streams, ten are refused without encoding; the streams go on."""
+
+    async def scenario() -> tuple[list[httpx.Response], list[tuple[str, Mapping[str, int] | None]]]:
+        body = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            streams = asyncio.ensure_future(
+                asyncio.gather(*(ask(client, Case({**body, "prompt": f"{n} rings"})) for n in range(8)))
+            )
+            huge = [
+                await client.post("/v1/completions", json={"model": MODEL, "prompt": "ring " * (size // 5)})
+                for size in (300_000, 10_000_000)
+            ]
+            return huge, await streams
+
+    huge, streams = asyncio.run(scenario())
+    assert [response.status_code for response in huge] == [400, 400]
+    assert all("maximum context length is 4096 tokens" in response.json()["error"]["message"] for response in huge)
+    assert all(usage is not None and usage["completion_tokens"] == 40 for _, usage in streams)
+
+
 def test_a_client_that_stops_reading_harms_nobody(server: Server) -> None:
     async def scenario() -> list[tuple[str, Mapping[str, int] | None]]:
         port = httpx.URL(server.url).port

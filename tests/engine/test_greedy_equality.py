@@ -6,24 +6,11 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-import torch
 from engine_core import EngineCore, LoadedExecutor, default_model, greedy
-from reference import Reference, assert_equal_but_for_ties, generate, plain_model, prompts
+from reference import NEW_TOKENS, Reference, assert_equal_but_for_ties
 
-from ringserve.config import TokenizerSettings
-from ringserve.engine.tokenizer_loader import load_tokenizer
-
-NEW_TOKENS = 32
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(scope="module")
-def references() -> list[Reference]:
-    torch.set_num_threads(1)
-    source = default_model()
-    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
-    return generate(plain_model(source), prompts(tokenizer), NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +67,13 @@ def test_two_steps_are_in_flight(executor: LoadedExecutor, references: list[Refe
     assert len(decodes) > 50
     ahead = sum(later.scheduled_ns < earlier.executor_finished_ns for earlier, later in itertools.pairwise(decodes))
     assert ahead >= 0.9 * (len(decodes) - 1)
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours(executor: LoadedExecutor) -> None:
+    """Sampled tokens in float32, alone and among thirty others (bfloat16: through HTTP)."""
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 99}
+    request = greedy(0, list(range(500, 540)), 32, **sampled)
+    alone = EngineCore(executor).run([request])[0, 0].token_ids
+    others = [greedy(1 + n, list(range(600 + n, 620 + 3 * n)), 8 + n, temperature=0.8, seed=n) for n in range(30)]
+    among = EngineCore(executor).run([*others[:15], request, *others[15:]])[0, 0].token_ids
+    assert among == alone

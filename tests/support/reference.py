@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from engine_core import default_model
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from ringserve.config import ModelSource
+from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine.gguf_weights import load_llama, open_gguf
+from ringserve.engine.tokenizer_loader import load_tokenizer
 
 PROMPT_LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 63, 64, 65, 100, 128, 200, 257, 400, 513, 700, 1100)
 """Tokens of the twenty prompts: around page borders, and to beyond a thousand."""
+
+
+NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,14 @@ def generate(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_
             gaps.append(float((best[0] - best[1]) / (logits.max() - logits.min())))
         references.append(Reference(list(prompt), output.sequences[0, len(prompt) :].tolist(), gaps))
     return references
+
+
+def default_references() -> list[Reference]:
+    """The twenty prompts and their greedy continuations in float32, on one thread."""
+    torch.set_num_threads(1)
+    source = default_model()
+    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
+    return generate(plain_model(source), prompts(tokenizer), NEW_TOKENS)
 
 
 def first_difference(reference: Sequence[int], got: Sequence[int]) -> int | None:
