@@ -9,7 +9,6 @@ import pytest
 from engine_core import EngineCore, LoadedExecutor, default_model, greedy
 from reference import NEW_TOKENS, Reference, assert_equal_but_for_ties
 
-
 pytestmark = pytest.mark.timeout(1200)
 
 
