@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ringserve import __version__
-from ringserve.options import OptionError, add_arguments, build_config, read_file
+from ringserve.options import OptionError, add_arguments, build_config, options, read_file
 
 _EPILOG = """examples:
   ringserve serve                                 the embedded SmolLM2-135M-Instruct on 127.0.0.1:8000
@@ -18,9 +20,16 @@ _EPILOG = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose mistakes are one line instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ringserve: error: {message}; see `{self.prog} --help`\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ringserve",
         description="Serve a language model on this machine through an OpenAI-compatible API.",
         epilog=_EPILOG,
@@ -66,7 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = build_parser()
-    given = vars(parser.parse_args(arguments))
+    namespace, unknown = parser.parse_known_args(arguments)
+    given = vars(namespace)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(unknown[0])}")
     try:
         if given.pop("command") == "chat":
             from ringserve.chat import ChatOptions, chat  # brings an HTTP client that `serve` does not need
@@ -76,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"ringserve: error: {error}", file=sys.stderr)
         return 2
+
+
+def _suggestion(argument: str) -> str:
+    close = difflib.get_close_matches(argument.partition("=")[0], [option.flag for option in options()], 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _serve(given: dict[str, object]) -> int:

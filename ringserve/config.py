@@ -106,12 +106,13 @@ class FrontendConfig(_Group, frozen=True):
         int, Meta(ge=1024, description="Largest request body in bytes (suffixes K, M, G allowed).")
     ] = 32 * 1024 * 1024
     sse_keep_alive_interval: Annotated[
-        float, Meta(ge=0, description="Seconds of silence after which a stream gets a comment line; 0: never.")
+        float,
+        Meta(ge=0, le=86400, description="Seconds of silence after which a stream gets a comment line; 0: never."),
     ] = 15.0
     max_logprobs: Annotated[int, Meta(ge=0, description="Largest logprobs / top_logprobs a request may ask for.")] = 20
     max_n: Annotated[int, Meta(ge=1, description="Largest n a request may ask for.")] = 128
     shutdown_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM or SIGINT.")
+        float, Meta(ge=0, le=86400, description="Seconds that running requests get to finish after SIGTERM or SIGINT.")
     ] = 30.0
     debug_endpoints: Annotated[bool, Meta(description="Serve /debug/integrity.")] = False
 

@@ -30,6 +30,18 @@ def resolve_model(model: str | None, revision: str | None, name: str | None) -> 
     """
     if model is None:
         return _default(name)
+    if not model.strip():
+        raise ModelNotFound("MODEL is empty; leave it out for the embedded default")
+    try:
+        source = _local(model, name)
+    except (OSError, RuntimeError) as error:  # no permission, no possible name, no such user's home
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFound(f"{model}: {reason}; give a model that this user can read") from error
+    return source or ModelSource(_download(model, revision), "directory", name or model)
+
+
+def _local(model: str, name: str | None) -> ModelSource | None:
+    """What lies on this machine under ``model``; None: it can only be a hub id."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -41,8 +53,9 @@ def resolve_model(model: str | None, revision: str | None, name: str | None) -> 
                 raise ModelNotFound(f"{model} is not a GGUF file (give a GGUF file or a model directory)")
         return ModelSource(str(path.resolve()), "gguf", name or path.stem)
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelNotFound(f"{model}: no such file or directory")
-    return ModelSource(_download(model, revision), "directory", name or model)
+        hint = "" if "/" in model or path.suffix == ".gguf" else " (hub ids have the form OWNER/NAME)"
+        raise ModelNotFound(f"{model}: no such file or directory{hint}")
+    return None
 
 
 def _default(name: str | None) -> ModelSource:

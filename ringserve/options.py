@@ -145,7 +145,10 @@ def parse_size(text: str) -> int:
     """
     digits = text.upper().removesuffix("B").removesuffix("I")
     unit = digits[-1:] if digits[-1:] in ("K", "M", "G") else ""
-    return int(float(digits.removesuffix(unit)) * _SUFFIXES[unit])
+    size = float(digits.removesuffix(unit)) * _SUFFIXES[unit]
+    if size == float("inf"):
+        raise ValueError(f"{text} is too large")
+    return int(size)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -218,7 +221,13 @@ def _check(config: ServeConfig) -> None:
     if config.model.revision is not None and config.model.model is None:
         raise OptionError("--revision: needs a hub MODEL; the embedded default has no revisions")
     for flag, file in (("--chat-template", config.model.chat_template), ("--tokenizer", config.model.tokenizer)):
-        if file is not None and not Path(file).exists():
+        if file is None:
+            continue
+        try:
+            exists = Path(file).exists()
+        except OSError as error:  # no permission, or no possible name
+            raise OptionError(f"{flag}: {file}: {error.strerror}") from error
+        if not exists:
             raise OptionError(f"{flag}: {file}: no such file or directory")
 
 
