@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,7 +80,7 @@ def run_actor(spec: ActorSpec) -> None:
     _name_process(spec.role)
     set_up_logging(spec.role, spec.log_level)
     _end_with(spec.supervisor_pid)
-    mailbox = _open_mailbox(spec)
+    mailbox = open_mailbox(spec.role, spec.doorbell, spec.inbox, spec.outbox, spec.peers)
     try:
         if spec.on_loop:
             _run_on_loop(spec, mailbox)
@@ -123,14 +124,20 @@ def _context(spec: ActorSpec, mailbox: Mailbox, flush_soon: Any) -> ActorContext
     return ActorContext(spec.role, spec.settings, mailbox.senders, report, flush_soon)
 
 
-def _open_mailbox(spec: ActorSpec) -> Mailbox:
-    kind = spec.role.partition("-")[0]
-    doorbell = Doorbell.attach(spec.doorbell)
+def open_mailbox(
+    role: str,
+    doorbell: DoorbellHandle,
+    inbox: Iterable[tuple[str, ConsumerEnd]],
+    outbox: Iterable[tuple[str, ProducerEnd]],
+    peers: Iterable[tuple[str, DoorbellHandle]],
+) -> Mailbox:
+    """Attach this process's doorbell and its ends of the rings, and tell the neighbours."""
+    kind = role.partition("-")[0]
     mailbox = Mailbox(
-        doorbell,
-        {source: Receiver(Consumer.attach(end), RINGS[source.partition("-")[0], kind]) for source, end in spec.inbox},
-        {target: Sender(Producer.attach(end)) for target, end in spec.outbox},
-        [Peer(name, handle) for name, handle in spec.peers],
+        Doorbell.attach(doorbell),
+        {source: Receiver(Consumer.attach(end), RINGS[source.partition("-")[0], kind]) for source, end in inbox},
+        {target: Sender(Producer.attach(end)) for target, end in outbox},
+        [Peer(name, handle) for name, handle in peers],
     )
     mailbox.greet()
     return mailbox

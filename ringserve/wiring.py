@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ringserve import __version__
-from ringserve.child import ActorSpec
+from ringserve.actor import Mailbox
+from ringserve.child import ActorSpec, open_mailbox
 from ringserve.config import (
     ExecutorSettings,
     FrontendSettings,
@@ -120,7 +121,7 @@ class Wiring:
 
     def spec(self, role: Role, reports: Connection, log_level: str) -> ActorSpec:
         """What the child ``role`` is born with."""
-        neighbours = [b if a == role.name else a for a, b in EDGES if role.name in (a, b)]
+        neighbours = _neighbours(role.name)
         return ActorSpec(
             role=role.name,
             module=role.module,
@@ -136,6 +137,17 @@ class Wiring:
             log_level=log_level,
         )
 
+    def open_mailbox(self, name: str) -> Mailbox:
+        """The place of ``name`` is taken by this very process."""
+        neighbours = _neighbours(name)
+        return open_mailbox(
+            name,
+            self.doorbells[name],
+            [(other, self._channels[other, name].consumer_end) for other in neighbours],
+            [(other, self._channels[name, other].producer_end) for other in neighbours],
+            [(other, self.doorbells[other]) for other in neighbours],
+        )
+
     def close_channels(self) -> None:
         """The children have them; a dead producer's socket must read as closed."""
         for channel in self._channels.values():
@@ -146,3 +158,7 @@ class Wiring:
         self.close_channels()
         for doorbell in self.doorbells.values():
             doorbell.close()
+
+
+def _neighbours(name: str) -> list[str]:
+    return [right if left == name else left for left, right in EDGES if name in (left, right)]
