@@ -152,12 +152,12 @@ def chat_logprobs(body: ChatCompletionBody, limits: Limits) -> int:
     """-1: none; 0: of the chosen tokens; k: and of the k most likely ones."""
     if body.top_logprobs is not None and body.top_logprobs != 0 and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true.", "top_logprobs")
-    top = _bounded_logprobs(body.top_logprobs, "top_logprobs", limits)
+    top = bounded_logprobs(body.top_logprobs, "top_logprobs", limits)
     return max(top, 0) if body.logprobs else -1
 
 
 def completion_logprobs(body: CompletionBody, limits: Limits) -> int:
-    return _bounded_logprobs(body.logprobs, "logprobs", limits)
+    return bounded_logprobs(body.logprobs, "logprobs", limits)
 
 
 def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:
@@ -189,7 +189,8 @@ def token_ids(ids: list[Any], vocab_size: int, name: str) -> bytes:
     return array("i", ids).tobytes()
 
 
-def _bounded_logprobs(value: int | None, name: str, limits: Limits) -> int:
+def bounded_logprobs(value: int | None, name: str, limits: Limits) -> int:
+    """-1 if it was not given."""
     most = limits.max_logprobs
     return number(value, -1, name, lambda v: 0 <= v <= most, f"between 0 and {most}")
 

@@ -9,13 +9,14 @@ worker threads. This module holds what both share: the contract, and the mailbox
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ringserve.messages import SupervisorInbound
-from ringserve.shm import Doorbell, DoorbellHandle, PeerDied, Phase, Receiver, Sender, open_pidfd
+from ringserve.shm import Doorbell, DoorbellHandle, PeerDied, Phase, Receiver, Sender, ShmError, open_pidfd
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -153,7 +154,8 @@ class Mailbox:
         for receiver in self._receivers.values():
             receiver.consumer.close()
         for sender in self.senders.values():
-            sender.flush()
+            with contextlib.suppress(ShmError):  # what is still pending has no reader if the neighbour is gone
+                sender.flush()
             sender.producer.close()
         for peer in self.peers:
             peer.close()

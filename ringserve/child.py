@@ -77,6 +77,7 @@ def run_actor(spec: ActorSpec) -> None:
     # goodbye.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # held back by whoever started us
     _name_process(spec.role)
     set_up_logging(spec.role, spec.log_level)
     _end_with(spec.supervisor_pid)

@@ -21,6 +21,9 @@ from typing import Any
 
 from ringserve.shm import open_pidfd
 
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Blocked in a child until it unblocks them."""
+
 _BOOTSTRAP = """import pickle, sys
 with open(int(sys.argv[1]), "rb") as payload:
     sys.path[:] = pickle.load(payload)
@@ -57,7 +60,7 @@ class ChildProcess:
 
     Args:
         name: shown behind the command in lists of processes.
-        function: of a module that can be imported in the child.
+        function: of a module that can be imported in the child; it must unblock ``HELD_SIGNALS``.
         arguments: are pickled; ``Descriptor`` and ``Connection`` objects among them are handed over.
     """
 
@@ -71,6 +74,8 @@ class ChildProcess:
         finally:
             context.set_spawning_popen(None)
         reader, writer = os.pipe()
+        # Until the function has decided what these mean to its process, they wait: Ctrl-C goes to the whole group.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         try:
             # -P: the two modules that the bootstrap needs never come from the current directory
             self._process = subprocess.Popen(
@@ -83,6 +88,7 @@ class ChildProcess:
             raise
         finally:
             os.close(reader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self.sentinel = open_pidfd(self.pid)
         """Becomes readable when the process ends."""
