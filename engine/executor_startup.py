@@ -109,7 +109,7 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
     max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
 
     progress(CHECKING, 0.0)
-    traced = check_model(loaded.model, free_memory())
+    traced = check_model(loaded.model, free_memory(), max_model_len)
     progress(CHECKING, 1.0)
 
     budget = plan_kv(

@@ -100,10 +100,17 @@ def _load_directory(path: Path, dtype: str, progress: Progress) -> LoadedModel:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in one line
             )
         except Exception as error:  # transformers and safetensors raise many types for damaged or foreign files
             raise ModelError(_explain_load_failure(path, config, error)) from error
-    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if info["mismatched_keys"]:
+        name, found, expected = min(info["mismatched_keys"], key=lambda entry: str(entry[0]))
+        raise ModelError(
+            f"{path}: {name} is {list(found)} where config.json says {list(expected)}; the files do not belong "
+            "together: download the checkpoint again"
+        )
+    lacking = sorted(info["missing_keys"])
     if lacking:
         raise ModelError(
             f"{path} lacks {len(lacking)} of the model's weights, first {lacking[0]}; download the checkpoint again"

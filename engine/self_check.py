@@ -8,7 +8,8 @@ change what attention means. Instead of a list of names this module looks at beh
 2. two short sequences go through the paged path packed together, in chunks and token by token; their logits must equal
    those of the model's own eager pass, in float32, within ``TOLERANCE`` of the logits' range.
 
-Windows and attention chunks longer than the check's sequences would hide, so they are shrunk for both paths.
+Windows and attention chunks longer than the check's sequences would hide, so they are shrunk for both paths. Those that
+no sequence will outgrow make no difference and are left alone.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class TracedModel:
     """Columns of the logits."""
 
 
-def check_model(model: nn.Module, free_bytes: int = 1 << 62) -> TracedModel:
-    """Raises ModelError with the reason where the model would not be served right. ``free_bytes``: what it may use."""
-    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model):
+def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int = 1 << 62) -> TracedModel:
+    """Raises ModelError with the reason where the model would not be served right. ``free_bytes``: what it may use;
+    ``max_model_len``: the longest sequence that will be served, in tokens."""
+    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
         sequences = _sequences(model)
         traced = _trace(model, sequences[0])
         reference = _reference(model, sequences)
@@ -261,8 +263,9 @@ def _converted_while_computing(module: nn.Module, own: Sequence[torch.Tensor]) -
 
 
 @contextlib.contextmanager
-def _small_windows(model: nn.Module) -> Iterator[None]:
-    """Shrink every window and attention chunk, in the configurations and where modules keep a copy."""
+def _small_windows(model: nn.Module, max_model_len: int) -> Iterator[None]:
+    """Shrink every window and attention chunk shorter than ``max_model_len``, in the configurations and where modules
+    keep a copy."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         owners[id(module)] = module
@@ -273,7 +276,7 @@ def _small_windows(model: nn.Module) -> Iterator[None]:
     try:
         for owner in owners.values():
             for name, value in list(vars(owner).items()):
-                if WINDOW_NAME.fullmatch(name) and type(value) is int and value > SMALL_WINDOW:
+                if WINDOW_NAME.fullmatch(name) and type(value) is int and SMALL_WINDOW < value < max_model_len:
                     changed.append((owner, name, value))
                     setattr(owner, name, SMALL_WINDOW)
         yield

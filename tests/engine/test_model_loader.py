@@ -108,7 +108,8 @@ def truncate(file: Path) -> None:
             lambda d: edit(d / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
             "brings its own code",
         ),
-        (lambda d: edit(d / "config.json", hidden_size=32), "cannot be loaded|lacks"),
+        (lambda d: edit(d / "config.json", hidden_size=32), "where config.json says"),
+        (lambda d: edit(d / "config.json", vocab_size=100), r"weight is \[199, 64\] where .* \[100, 64\]"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(llama: Path, damage: Callable[[Path], Any], reason: str) -> None:

@@ -104,6 +104,15 @@ def test_a_window_that_the_keywords_do_not_tell_is_seen(window: int, tmp_path: P
         check_model(model)
 
 
+def test_a_window_that_no_sequence_outgrows_does_not_matter(tmp_path: Path) -> None:
+    model = load(tmp_path, "mistral", sliding_window=100)
+    for layer in model.model.layers:
+        layer.self_attn.forward = _without_window(layer.self_attn)
+    check_model(model, max_model_len=100)
+    with pytest.raises(ModelError, match="differ from its own eager pass"):
+        check_model(model, max_model_len=101)
+
+
 def _without_window(attention: Any) -> Callable[..., Any]:
     """The same attention over a configuration that has no window."""
     forward = attention.forward.__func__
