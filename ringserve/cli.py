@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ringserve import __version__
+from ringserve.bench import cli as bench
 from ringserve.options import OptionError, add_arguments, build_config, options, read_file
 
 _EPILOG = """examples:
@@ -17,6 +18,7 @@ _EPILOG = """examples:
   ringserve serve model.gguf --port 9000          a GGUF file
   ringserve serve Qwen/Qwen2.5-0.5B-Instruct      a hub id
   ringserve chat                                  talk to the server on 127.0.0.1:8000
+  ringserve bench serve --concurrency 8           load it and measure
 """
 
 
@@ -69,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what fits)")
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's own")
     chat.add_argument("-q", "--quick", metavar="TEXT", help="send one message, print the answer, and leave")
+    bench.add_parser(commands)
     return parser
 
 
@@ -80,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(unknown[0])}")
     try:
-        if given.pop("command") == "chat":
+        command = given.pop("command")
+        if command == "bench":
+            return bench.run(namespace)
+        if command == "chat":
             from ringserve.chat import ChatOptions, chat  # brings an HTTP client that `serve` does not need
 
             return chat(ChatOptions(**given))

@@ -1,0 +1,66 @@
+"""``ringserve bench ...``: the commands. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+_COMMANDS = {
+    "serve": "send load to a running OpenAI-compatible server and measure it",
+    "compare": "measure two or more servers in interleaved rounds, with the same requests",
+    "startup": "from exec to ready and to the first token",
+    "offline": "throughput of the engine on a batch, without HTTP",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``bench``. What follows its command is parsed by ``run``: importing that here would slow all commands."""
+    width = max(map(len, _COMMANDS)) + 2
+    parser = commands.add_parser(
+        "bench",
+        help="measure servers, ours and others",
+        description="Measure servers, ours and others.",
+        epilog="commands:\n"
+        + "".join(f"  {name:<{width}}{text}\n" for name, text in _COMMANDS.items())
+        + "\n`ringserve bench COMMAND --help` explains one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("bench", choices=tuple(_COMMANDS), metavar="COMMAND", help=", ".join(_COMMANDS))
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command that ``options.bench`` names with the options in ``options.rest``.
+
+    Raises:
+        OptionError: options that do not go together.
+        SystemExit: help, or a mistake that argparse tells of.
+    """
+    name: str = options.bench
+    arguments: Sequence[str] = options.rest
+    parser = argparse.ArgumentParser(
+        prog=f"ringserve bench {name}", description=_COMMANDS[name].capitalize() + ".", allow_abbrev=False
+    )
+    match name:
+        case "serve":
+            from ringserve.bench import serve
+
+            serve.add_arguments(parser)
+            return serve.run(parser.parse_args(arguments), arguments)
+        case "compare":
+            from ringserve.bench import compare
+
+            compare.add_arguments(parser)
+            return compare.run(parser.parse_args(arguments), arguments)
+        case "startup":
+            from ringserve.bench import startup
+
+            startup.add_arguments(parser)
+            return startup.run(parser.parse_args(arguments), arguments)
+        case _:
+            from ringserve.bench import offline
+
+            offline.add_arguments(parser)
+            return offline.run(parser.parse_args(arguments))
