@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -93,6 +94,13 @@ def set_threads(threads: int) -> None:
     torch.set_grad_enabled(False)
 
 
+def check_threads(threads: int) -> None:
+    """Threads that wait for one another's time slices are slower than none: a start would not come to its end."""
+    cores = os.cpu_count() or 1
+    if threads > cores:
+        raise ModelError(f"--threads {threads} is more than the {cores} processors of this machine; leave it out")
+
+
 def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
     """This version computes on CPUs."""
     if asked == "cuda":
@@ -103,6 +111,7 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -> Engine:
     """Raises ModelError with one line where the model cannot be served as asked."""
     device = choose_device(settings.config.device)
+    check_threads(threads)
     page_size = check_page_size(settings.config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
     loaded = load_model(settings.source, dtype, progress)

@@ -128,7 +128,7 @@ class TransportConfig(_Group, frozen=True):
         ),
     ] = "auto"
     ring_capacity: Annotated[
-        int, Meta(ge=65536, description="Bytes of each ring, a power of two (suffixes K, M allowed).")
+        int, Meta(ge=65536, le=1 << 30, description="Bytes of each ring, a power of two (suffixes K, M allowed).")
     ] = 1024 * 1024
 
 

@@ -12,6 +12,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+ALMOST = 0.999
+
 
 class StartDisplay:
     """A progress bar on a terminal; one line for each stage elsewhere."""
@@ -42,7 +44,8 @@ class StartDisplay:
         if not self._open:
             return
         if self._bar is not None:
-            self._bar.update(self._task, description=stage, completed=fraction)
+            # A task that was complete once stops its clock for good; this one has further stages.
+            self._bar.update(self._task, description=stage, completed=min(fraction, ALMOST))
         elif stage != self._stage:
             print(f"ringserve: {stage} ...", file=sys.stderr, flush=True)
         self._stage = stage

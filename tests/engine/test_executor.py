@@ -54,7 +54,9 @@ class Neighbours:
 
 def executor(path: Path, neighbours: Neighbours, **changes: Any) -> Executor:
     config = ExecutorConfig(
-        threads=1, block_size=changes.pop("block_size", 8), kv_cache_memory=changes.pop("kv_cache_memory", None)
+        threads=changes.pop("threads", 1),
+        block_size=changes.pop("block_size", 8),
+        kv_cache_memory=changes.pop("kv_cache_memory", None),
     )
     settings = ExecutorSettings(
         source=ModelSource(str(path), "directory", "model"),
@@ -128,6 +130,7 @@ def test_what_cannot_start_says_why_and_exits(llama: Path, tmp_path: Path) -> No
     assert "does not exist" in failure(tmp_path / "missing")
     assert "at most 256" in failure(llama, max_model_len=257)
     assert "power of two" in failure(llama, block_size=48)
+    assert f"--threads 9999 is more than the {os.cpu_count()} processors" in failure(llama, threads=9999)
     assert "power of two" in failure(llama, block_size=256)
     config_class, arguments, reason = REFUSED["bloom"]
     assert reason in failure(make_checkpoint(tmp_path / "bloom", config_class, arguments))

@@ -41,6 +41,7 @@ def test_help_names_every_flag() -> None:
         (("serve", "--zebra"), 2, "unrecognized arguments: --zebra"),
         (("serve", "--prot=9"), 2, "unrecognized arguments: --prot=9; did you mean --port?"),
         (("serve", "--kv-cache-memory", "1e999"), 2, "--kv-cache-memory: '1e999' is not a size"),
+        (("serve", "--ring-capacity", "2G"), 2, "--ring-capacity: 2147483648 is not valid"),
         (("serve", "--shutdown-timeout", "inf"), 2, "--shutdown-timeout: 'inf' is not valid"),
         (("serve", "--chat-template", "x" * 300), 2, "File name too long"),
         (("serve", "x" * 300), 1, "File name too long"),
