@@ -227,6 +227,8 @@ class LLM:
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[EngineParams]:
         if given is None:
             given = self.get_default_sampling_params()
+        if isinstance(given, Mapping):
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(given).__name__}")
         each = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(each) != count:
             raise ValueError(f"sampling_params: {len(each)} for {count} prompts")

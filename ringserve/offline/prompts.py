@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -14,21 +14,8 @@ from ringserve.frontend.validation import token_ids
 from ringserve.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from ringserve.offline.sampling_params import convert, value_errors
 
-
-class TokensPrompt(TypedDict):
-    """A prompt that is encoded already."""
-
-    prompt_token_ids: Sequence[int]
-
-
-class TextPromptDict(TypedDict):
-    """A text, written as a dictionary."""
-
-    prompt: str
-
-
-PromptType = str | TokensPrompt | TextPromptDict | Sequence[int]
-"""One prompt. A list of integers is one prompt of token ids."""
+PromptType = str | Mapping[str, Any] | Sequence[int]
+"""One prompt: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of token ids."""
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with ``role`` and ``content``."""

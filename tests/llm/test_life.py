@@ -1,0 +1,165 @@
+"""How an LLM begins and ends: scripts, deaths, threads, garbage; nothing is ever left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from open_descriptors import descriptors
+from server_process import wait_for_end
+
+from ringserve import LLM, SamplingParams
+from ringserve.model_source import ModelNotFound
+from ringserve.offline.errors import EngineClosed, EngineDied, EngineStartError
+from ringserve.offline.progress_bar import BatchProgress
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def make() -> LLM:
+    return LLM(dtype="float32", max_model_len=512, threads=1, max_num_seqs=8, show_progress=False)
+
+
+def test_a_dead_process_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    with make() as llm:
+        pids = llm.pids()
+
+        def update(_self: BatchProgress, _finished: int, _prompt_tokens: int, _output_tokens: int) -> None:
+            if wait_for_end([pids["executor"]], 0.0):
+                os.kill(pids["executor"], signal.SIGKILL)
+
+        monkeypatch.setattr(BatchProgress, "update", update)
+        with pytest.raises(EngineDied) as caught:
+            llm.generate(["One", "Two"], LONG)
+        assert str(caught.value) == f"the executor process (pid {pids['executor']}) was killed by SIGKILL"
+        assert wait_for_end(list(pids.values())) == []
+        assert descriptors() <= before
+        with pytest.raises(EngineDied, match="was killed by SIGKILL"):
+            llm.generate("One")
+    with pytest.raises(EngineDied):
+        llm.tokenize("One")
+
+
+def test_another_thread_and_the_garbage_collector() -> None:
+    """Made in a thread, closed by another one in the middle of a batch; a second one is only forgotten."""
+    before = descriptors()
+    made: list[LLM] = []
+    failures: list[BaseException] = []
+    running = threading.Event()
+
+    def work() -> None:
+        llm = make()
+        made.append(llm)
+        running.set()
+        try:
+            llm.generate(["One"] * 20, LONG)
+        except EngineClosed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert running.wait(120)
+    pids = list(made[0].pids().values())
+    made[0].close()
+    thread.join()
+    assert "closed" in str(failures[0])
+    assert wait_for_end(pids) == []
+    assert descriptors() <= before
+    made.clear()
+
+    forgotten = make()
+    assert forgotten.generate("One", SamplingParams(max_tokens=1, temperature=0))[0].finished
+    pids = list(forgotten.pids().values())
+    del forgotten
+    gc.collect()
+    assert wait_for_end(pids) == []
+    assert descriptors() <= before
+
+
+def test_a_script_without_main_guard_that_never_closes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('begin')\n"
+        "from ringserve import LLM, SamplingParams\n"
+        "llm = LLM(dtype='float32', max_model_len=512, threads=1)\n"
+        "print(*llm.pids().values())\n"
+        "print(llm.generate('The capital of France is', SamplingParams(temperature=0, max_tokens=1))"
+        "[0].outputs[0].text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    begin, pids, text = done.stdout.splitlines()
+    assert (begin, text) == ("begin", " Paris")
+    assert wait_for_end([int(pid) for pid in pids.split()]) == []
+    assert "ringserve: loading weights ..." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigkill_leaves_nothing() -> None:
+    """Typed in on standard input, as in an interactive session."""
+    code = (
+        "import signal\n"
+        "from ringserve import LLM\n"
+        "llm = LLM(max_model_len=512, threads=1, show_progress=False)\n"
+        "print(*llm.pids().values(), flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(code)
+        process.stdin.close()
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 3
+        process.kill()
+        process.wait()
+    assert wait_for_end(pids) == []
+
+
+def test_what_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+    before = descriptors()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineStartError):
+        LLM(tmp_path, show_progress=False)
+    with pytest.raises(ModelNotFound):
+        LLM(tmp_path / "nothing")
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_model_length": 5}, TypeError, "no option 'max_model_length'; did you mean 'max_model_len'?"),
+        ({"port": 5}, TypeError, "no option 'port': it means something to `ringserve serve` only"),
+        ({"zebra": 5}, TypeError, "no option 'zebra'$"),
+        ({"max_model_len": 0}, ValueError, "^max_model_len: 0 is not valid"),
+        ({"dtype": "float16"}, ValueError, "^dtype: 'float16' is not one of"),
+        ({"kv_cache_memory": "lots"}, ValueError, "^kv_cache_memory: 'lots' is not a size"),
+        ({"block_size": 9}, ValueError, "^block_size: 9 is not a power of two"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(**options)  # type: ignore[arg-type]  # that is the point
+
+
+def test_importing_ringserve_is_cheap() -> None:
+    code = "import sys, ringserve; print([n for n in sys.modules if n.startswith('ringserve.') or n == 'msgspec'])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
