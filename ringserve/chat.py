@@ -65,13 +65,14 @@ def chat(options: ChatOptions) -> int:
     """Run the conversation; returns the exit status."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:
+        _check(options)
         with httpx.Client(
             base_url=options.url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600)
         ) as client:
             model = options.model or _first_model(client)
             conversation: list[dict[str, str]] = []
             if options.system_prompt:
-                conversation.append({"role": "system", "content": options.system_prompt})
+                conversation.append({"role": "system", "content": typed(options.system_prompt)})
             if options.quick is not None:
                 _turn(client, model, conversation, options.quick, options)
                 return 0
@@ -84,6 +85,23 @@ def chat(options: ChatOptions) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def typed(text: str) -> str:
+    """What came from the terminal as text: bytes that are no UTF-8 come as lone surrogates, which JSON cannot hold."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _check(options: ChatOptions) -> None:
+    """What the HTTP client would only complain about with a traceback."""
+    if options.api_key and not options.api_key.isascii():
+        raise ChatError("--api-key: a key must be ASCII text")
+    try:
+        scheme = httpx.URL(options.url).scheme
+    except httpx.InvalidURL as error:
+        raise ChatError(f"--url {options.url}: {error}") from error
+    if scheme not in ("http", "https"):
+        raise ChatError(f"--url {options.url}: an address such as http://127.0.0.1:8000/v1 is wanted")
 
 
 def _converse(client: httpx.Client, model: str, conversation: list[dict[str, str]], options: ChatOptions) -> None:
@@ -108,7 +126,7 @@ def _converse(client: httpx.Client, model: str, conversation: list[dict[str, str
 def _turn(
     client: httpx.Client, model: str, conversation: list[dict[str, str]], text: str, options: ChatOptions
 ) -> None:
-    question = {"role": "user", "content": text}
+    question = {"role": "user", "content": typed(text)}
     body: dict[str, Any] = {
         "model": model,
         "messages": [*conversation, question],
@@ -161,6 +179,8 @@ def _first_model(client: httpx.Client) -> str:
             f"nothing answers at {client.base_url} ({error or type(error).__name__}): "
             "start a server with `ringserve serve`, or give its address with --url"
         ) from error
+    if response.status_code == 404:
+        raise ChatError(f"no models at {client.base_url}: the address of an OpenAI-compatible API usually ends in /v1")
     if response.status_code != 200:
         raise ChatError(_message(response))
     try:

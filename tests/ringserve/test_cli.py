@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringserve import __version__
+from ringserve.chat import typed
 from ringserve.options import options
 
 
@@ -83,6 +84,25 @@ def test_chat_without_a_server() -> None:
     assert done.returncode == 1
     assert "start a server with `ringserve serve`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--api-key", "schlüssel"), "--api-key: a key must be ASCII text"),
+        (("--url", "http://[nowhere"), "--url http://[nowhere: "),
+        (("--url", "nonsense"), "--url nonsense: an address such as"),
+    ],
+)
+def test_a_mistake_of_chat_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    done = run("chat", "--quick", "hi", *arguments)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ringserve: error: {words}")
+
+
+def test_what_is_typed_is_text() -> None:
+    assert typed("caf\u00e9 \udcff!") == "caf\u00e9 \ufffd!"
 
 
 def test_the_supervisor_side_imports_no_model_code() -> None:
