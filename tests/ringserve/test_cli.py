@@ -90,7 +90,7 @@ def test_chat_without_a_server() -> None:
     ("arguments", "words"),
     [
         (("--api-key", "schlüssel"), "--api-key: a key must be ASCII text"),
-        (("--url", "http://[nowhere"), "--url http://[nowhere: "),
+        (("--url", "http://host:port"), "--url http://host:port: "),
         (("--url", "nonsense"), "--url nonsense: an address such as"),
     ],
 )
