@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ringserve.frontend.errors import invalid, shortened
 from ringserve.frontend.protocol import ChatCompletionBody, TokenizeBody
 from ringserve.messages import ChatPrompt
@@ -27,8 +29,21 @@ def chat_prompt(body: ChatCompletionBody | TokenizeBody) -> ChatPrompt:
         messages=[_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         add_generation_prompt=generation,
         continue_final_message=continued,
-        template_kwargs=body.chat_template_kwargs or {},
+        template_kwargs=_template_kwargs(body.chat_template_kwargs or {}),
     )
+
+
+def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The only values of a request that have no type; what a message cannot carry (integers beyond 64 bits) is
+    refused here."""
+    name = "chat_template_kwargs"
+    try:
+        msgspec.msgpack.encode(kwargs)
+    except OverflowError:
+        raise invalid(f"{name} must not hold integers of more than 64 bits.", name) from None
+    except RecursionError:
+        raise invalid(f"{name} is nested too deeply.", name) from None
+    return kwargs
 
 
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:

@@ -124,8 +124,8 @@ class Dispatcher:
                 received_ns=plan.received_ns,
                 sent_ns=time.monotonic_ns(),
             )
+            self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))
-            self._outbox.send(request)
         self._flush_soon()
         return call
 

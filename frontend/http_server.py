@@ -15,14 +15,21 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ringserve.frontend.context import TRANSPORT_KEY
-from ringserve.frontend.errors import invalid
+from ringserve.frontend.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_SECONDS = 75
+_HEAD_SECONDS = 75
+_HEAD_BYTES = 64 * 1024
+"""A request line and headers that are longer, or that take longer, are refused: nothing else bounds them, and they
+come before any key is checked."""
+_PIPELINED = 8
+"""Requests read ahead on a connection. Beyond, reading stops, and with it the sight of a client that leaves."""
 _BACKLOG = 2048
 _CLOSE_SECONDS = 2.0
 _UNREAD_MILLISECONDS = 60_000
@@ -68,18 +75,76 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with the transport in reach of the application and JSON for broken requests."""
+    """uvicorn's HTTP/1.1 protocol, with the transport in reach of the application, JSON for broken requests, bounds on
+    a request's head, and clients seen to leave also when they have sent more than the request being answered."""
+
+    _running: RequestResponseCycle | None = None
+    """What is being answered; uvicorn's ``cycle`` is what was read last."""
+    _in_head = False
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._head_is_complete()
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self._refuse(431, f"The request's headers are larger than {_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         extensions: dict[str, dict[object, object]] = {TRANSPORT_KEY: {"transport": self.transport}}
         self.scope["extensions"] = extensions
+        self._in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_complete()
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) < _PIPELINED:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        body = invalid(msg).encoded()
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._head_is_complete()
+        if self.transport.is_closing():
+            return
+        body = ApiError(status, message).encoded()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._on_head_timeout)
+
+    def _head_is_complete(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
 
 class HttpServer(uvicorn.Server):

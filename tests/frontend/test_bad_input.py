@@ -133,6 +133,9 @@ def test_parameter_out_of_range(http: httpx.Client, path: str, more: dict[str, A
         (chat_body(max_completion_tokens=0), "max_completion_tokens"),
         (chat_body(continue_final_message=True, add_generation_prompt=True), "continue_final_message"),
         (chat_body(echo=True), "echo"),
+        (chat_body(chat_template_kwargs={"a": 2**64}), "chat_template_kwargs"),
+        (chat_body(chat_template_kwargs={"a": [{"b": -(2**63) - 1}]}), "chat_template_kwargs"),
+        (chat_body(chat_template_kwargs={"a": 10**400}), "chat_template_kwargs"),
     ],
 )
 def test_bad_chat(http: httpx.Client, body: dict[str, Any], param: str) -> None:

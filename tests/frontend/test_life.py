@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from asyncio import CancelledError
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from fake_tokenizer_process import READY
 from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 
 from ringserve.config import FrontendConfig
+from ringserve.frontend import http_server
 from ringserve.messages import Abort, GenerateRequest, LoadProgress, StartFailed, TokenizeRequest
 
 CHAT = "/v1/chat/completions"
@@ -257,6 +259,51 @@ def test_broken_http_is_400_in_json(frontend: RunningFrontend) -> None:
     assert data.startswith(b"HTTP/1.1 400 ")
     assert b'"type":"invalid_request_error"' in data
     client.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET /health HTTP/1.1\r\nx: ", b"GET /health HTTP/1.1\r\n\r\nGET /"])
+def test_an_endless_head_is_431(frontend: RunningFrontend, start: bytes) -> None:
+    client = RawClient(frontend)
+    with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
+        client.socket.sendall(start)
+        for _ in range(100):
+            client.socket.sendall(b"a" * 65536)
+    frontend.wait_until(lambda: frontend.actor._app.active == 0)
+    with contextlib.suppress(ConnectionError):
+        data = client.read_until(b"larger than 65536 bytes")
+        assert b"HTTP/1.1 431 " in data
+    client.close()
+
+
+def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_SECONDS", 0.1)
+    with RunningFrontend() as frontend:
+        for start in (b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\n\r\nGET"):
+            client = RawClient(frontend)
+            client.socket.sendall(start)
+            while client.socket.recv(4096):
+                pass
+            client.close()
+        client = RawClient(frontend)
+        client.socket.sendall(b"GET /health HTTP/1.1\r\n\r\n")  # a complete one is kept alive
+        client.read_until(b"ok")
+        client.socket.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.socket.recv(1)
+        client.close()
+
+
+def test_what_cannot_be_sent_leaves_no_entry(caplog: pytest.LogCaptureFixture) -> None:
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+
+        def send(message: object) -> None:
+            raise OverflowError
+
+        frontend.fake.send = send  # type: ignore[method-assign]  # a planted fault
+        assert http.post("/v1/chat/completions", json=chat_body()).status_code == 500
+        statistics = frontend.statistics()
+        assert (statistics["journal_entries"], statistics["choices_in_flight"]) == (0, 0)
+        assert "OverflowError" in caplog.text
 
 
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:

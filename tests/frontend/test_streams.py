@@ -158,6 +158,22 @@ def test_a_client_that_leaves_causes_one_abort(held: RunningFrontend, stream: bo
     assert {abort.choice for abort in held.fake.of_kind(Abort)} == {-1}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_client_that_leaves_is_seen_behind_pipelined_requests(
+    held: RunningFrontend, stream: bool, ahead: int
+) -> None:
+    client = RawClient(held)
+    for _ in range(1 + ahead):
+        client.post(TEXT, {"prompt": "a", "max_tokens": 50, "stream": stream})
+    held.wait_until(lambda: len(held.fake.running) == 1)
+    client.close()
+    held.wait_until(lambda: held.actor.dispatcher.statistics()["journal_entries"] == 0)
+    held.wait_until(lambda: held.actor._app.active == 0)
+    assert len(held.fake.of_kind(GenerateRequest)) == 1  # the others are not begun for nobody
+    assert len(held.fake.of_kind(Abort)) == 1
+
+
 def test_a_finished_request_is_not_aborted(held: RunningFrontend) -> None:
     client = RawClient(held)
     client.post(TEXT, {"prompt": "a", "max_tokens": 1})
