@@ -184,6 +184,11 @@ class LLM:
         """Longest sequence, prompt and answer together, in tokens."""
         return self._limits.ready.max_model_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._limits.ready.vocab_size
+
     def pids(self) -> dict[str, int]:
         """The engine's process ids by role, for measurements; empty once it has ended."""
         return self._engine.pids()
