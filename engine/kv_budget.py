@@ -81,7 +81,8 @@ def plan_kv(
     length it is reduced instead."""
     pages_per_sequence = -(-max_model_len // page_size)
     if kv_cache_memory is not None:
-        num_pages = kv_cache_memory // bytes_per_page
+        memory = kv_cache_memory
+        num_pages = memory // bytes_per_page
     else:
         memory = min(DEFAULT_LIMIT, free_bytes // 4)
         num_pages = min(max_num_seqs * pages_per_sequence, memory // bytes_per_page)
@@ -90,7 +91,12 @@ def plan_kv(
     held = num_pages * page_size
     given = num_pages * bytes_per_page
     needed = pages_per_sequence * bytes_per_page
-    if max_model_len_asked or num_pages < 1:
+    if num_pages < 1:
+        raise ModelError(
+            f"the KV cache's {memory} bytes hold no page of {page_size} tokens ({bytes_per_page} bytes); set "
+            f"--kv-cache-memory to at least {needed} for one sequence of max_model_len {max_model_len}"
+        )
+    if max_model_len_asked:
         raise ModelError(
             f"the KV cache holds {held} tokens ({given} bytes) but one sequence of max_model_len {max_model_len} needs "
             f"{needed} bytes; set --kv-cache-memory to at least that, or --max-model-len to at most {held}"

@@ -57,6 +57,14 @@ def test_page_sizes(size: int) -> None:
     assert check_page_size(size) == size
 
 
+def test_memory_that_holds_no_page() -> None:
+    words = r"1048575 bytes hold no page of 64 tokens \(1048576 bytes\); .* at least 16777216 for one sequence"
+    with pytest.raises(ModelError, match=words):
+        plan(kv_cache_memory=MIB - 1)
+    with pytest.raises(ModelError, match=words):
+        plan(free_bytes=4 * MIB - 4)
+
+
 @pytest.mark.parametrize("size", [0, 1, 4, 12, 100, 256, -8])
 def test_bad_page_sizes(size: int) -> None:
     with pytest.raises(ModelError, match="power of two"):
