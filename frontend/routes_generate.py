@@ -50,6 +50,7 @@ class GenerateRoutes:
         validation.check_model(body.model, limits.model_name)
         logprobs = validation.completion_logprobs(body, limits)
         max_tokens = validation.completion_max_tokens(body)
+        n = validation.choices(body, limits, validation.num_prompts(body))
         prompts = validation.completion_prompts(body, limits.ready.vocab_size)
         echo = bool(body.echo)
         plan = Plan(
@@ -58,7 +59,7 @@ class GenerateRoutes:
                 body, limits, logprobs=logprobs, prompt_logprobs=logprobs if echo else -1, max_tokens=max_tokens
             ),
             output=validation.output_params(body, echo=echo),
-            n=validation.choices(body, limits, len(prompts)),
+            n=n,
             max_tokens=max_tokens,
             priority=validation.priority(body),
             received_ns=exchange_of(request.scope).received_ns,

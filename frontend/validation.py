@@ -25,6 +25,8 @@ from ringserve.messages import (
 )
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 4096
+"""What all streams wait for while it is prepared and searched for must be bounded."""
 _I32_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
@@ -106,6 +108,8 @@ def output_params(body: GenerationBody, *, echo: bool) -> OutputParams:
         raise invalid(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
     if any(not text for text in stop):
         raise invalid("stop must not contain an empty string.", "stop")
+    if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
+        raise invalid(f"stop must have strings of at most {MAX_STOP_CHARACTERS} characters.", "stop")
     return OutputParams(
         stop=tuple(stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -158,6 +162,11 @@ def chat_logprobs(body: ChatCompletionBody, limits: Limits) -> int:
 
 def completion_logprobs(body: CompletionBody, limits: Limits) -> int:
     return bounded_logprobs(body.logprobs, "logprobs", limits)
+
+
+def num_prompts(body: CompletionBody) -> int:
+    """How many prompts there are; to be bounded before anything is done with each of them."""
+    return 1 if not body.prompt or isinstance(body.prompt, str) or type(body.prompt[0]) is int else len(body.prompt)
 
 
 def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:

@@ -58,6 +58,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"seed": "a"}, "seed"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
+        ({"stop": "a" * 4097}, "stop"),
+        ({"stop": ["a", "é" * 4097]}, "stop"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
@@ -186,6 +188,13 @@ def test_bad_completion(http: httpx.Client, body: dict[str, Any], param: str) ->
 )
 def test_harmless_parameters_are_accepted(http: httpx.Client, off: dict[str, Any]) -> None:
     assert http.post(CHAT, json=chat_body(**off)).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], 5])
+def test_too_many_prompts_are_refused_before_each_is_looked_at(http: httpx.Client, prompt: Any) -> None:
+    error = error_of(http.post(TEXT, json={"prompt": ["a", *[prompt] * 600]}), 400)
+    assert error["param"] == "prompt"
+    assert "at most" in error["message"]
 
 
 def test_unknown_model(http: httpx.Client) -> None:
