@@ -7,18 +7,20 @@ actor's module has one function, ``create(context)``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import logging
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -66,12 +68,8 @@ class ActorSpec:
     log_level: str
 
 
-def run_actor(spec: ActorSpec) -> None:
-    """The child's main function.
-
-    Raises:
-        SystemExit: with the exit status.
-    """
+def run_actor(spec: ActorSpec) -> NoReturn:
+    """The child's main function; ends the process with its exit status."""
     # Ctrl-C reaches the whole foreground group, and service managers send SIGTERM to every process of a service: only
     # the supervisor decides what it means. It tells the process at the edge; the others end when their neighbour says
     # goodbye.
@@ -95,7 +93,20 @@ def run_actor(spec: ActorSpec) -> None:
     except Exception:
         logger.exception("a fault in ringserve ended the %s process", spec.role)
         os._exit(1)
+    except SystemExit as end:  # it could not start, and has said why
+        _leave(end.code if isinstance(end.code, int) else 1)
     mailbox.close()
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End at once. Taking an interpreter down that holds torch costs a second of processor time and more, and there is
+    nothing left to tidy up."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def _run_on_loop(spec: ActorSpec, mailbox: Mailbox) -> None:

@@ -80,6 +80,14 @@ class Children:
         """A process that has ended."""
         return next((child for child in self._children if child.process.sentinel in ready), None)
 
+    def living(self) -> list[int]:
+        """Sentinels of those that have not ended."""
+        return [child.process.sentinel for child in self._children if child.process.exitcode is None]
+
+    def failed(self) -> Child | None:
+        """A process that has ended out of order."""
+        return next((child for child in self._children if child.process.exitcode), None)
+
     @property
     def all_started(self) -> bool:
         return all(child.started for child in self._children)

@@ -91,13 +91,14 @@ class Supervisor:
         deadline = time.monotonic() + self._timeout + KILL_AFTER
         frontend = self._children.child(FRONTEND)
         while frontend.process.exitcode is None and time.monotonic() < deadline:
-            watched: list[Connection | int] = [signals, *self._children.sentinels()]
+            watched: list[Connection | int] = [signals, *self._children.living()]
             ready = multiprocessing.connection.wait(watched, max(0.0, deadline - time.monotonic()))
             if signals in ready:
                 return 128 + signals.recv_bytes()[0]
-            fallen = self._children.fallen(ready)
-            if fallen is not None and fallen is not frontend:
-                return self._fall(fallen)
+            # The others end in order once the frontend has said goodbye, and may be seen to before it is.
+            failed = self._children.failed()
+            if failed is not None:
+                return self._fall(failed)
         if frontend.process.exitcode is None:
             logger.error("the frontend did not end in time")
             return 1
