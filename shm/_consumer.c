@@ -16,6 +16,7 @@ struct RingConsumer {
     PyObject *assembly; /* bytes: a fragmented message on its way, or NULL */
     uint64_t assembled, assembly_size;
     uint64_t messages, bytes, rings;
+    uint64_t high_water; /* most bytes ever found waiting */
     unsigned long peer_pid; /* of a producer that died, or 0 */
     const char *corrupt;    /* what was wrong, or NULL; the channel is lost */
     uint16_t sequence;
@@ -36,6 +37,8 @@ static int load_tail(RingConsumer *c) {
         return -1;
     }
     c->tail = tail;
+    if (tail - c->head > c->high_water)
+        c->high_water = tail - c->head;
     return 0;
 }
 
@@ -45,6 +48,7 @@ static void publish_head(RingConsumer *c) {
     char *base = c->segment.base;
     STORE(WORD64(base, RING_CONS_MESSAGES), c->messages);
     STORE(WORD64(base, RING_CONS_BYTES), c->bytes);
+    STORE(WORD64(base, RING_CONS_HIGH_WATER), c->high_water);
     STORE_RELEASE(WORD64(base, RING_HEAD), c->head);
     c->published = c->head;
     FULL_FENCE(); /* pairs with the one in make_room */
@@ -221,6 +225,8 @@ bool consumer_ready(RingConsumer *c) {
            LOAD_ACQUIRE(WORD64(c->segment.base, RING_TAIL)) != c->head || producer_closed(c);
 }
 
+uint64_t consumer_progress(const RingConsumer *c) { return c->head; }
+
 static PyObject *consumer_mark_peer_dead(RingConsumer *c, PyObject *arg) {
     unsigned long pid = PyLong_AsUnsignedLong(arg);
     if (PyErr_Occurred() || segment_check(&c->segment) < 0)
@@ -261,15 +267,16 @@ static void consumer_dealloc(RingConsumer *c) {
 
 static PyObject *consumer_counters(RingConsumer *c, PyObject *Py_UNUSED(ignored)) {
     uint64_t tail = c->segment.base == NULL ? c->head : LOAD(WORD64(c->segment.base, RING_TAIL));
-    return Py_BuildValue("(KKKK)", (unsigned long long)c->messages, (unsigned long long)c->bytes,
-                         (unsigned long long)c->rings, (unsigned long long)(tail - c->head));
+    return Py_BuildValue("(KKKKK)", (unsigned long long)c->messages, (unsigned long long)c->bytes,
+                         (unsigned long long)c->rings, (unsigned long long)(tail - c->head),
+                         (unsigned long long)c->high_water);
 }
 
 static PyMethodDef consumer_methods[] = {
     {"drain", (PyCFunction)(void (*)(void))consumer_drain, METH_VARARGS | METH_KEYWORDS,
      "drain(max_messages=64, max_bytes=65536): the complete messages that are there."},
     {"mark_peer_dead", (PyCFunction)consumer_mark_peer_dead, METH_O, "The producer's process (pid) is gone."},
-    {"counters", (PyCFunction)consumer_counters, METH_NOARGS, "(messages, bytes, doorbell_writes, used)"},
+    {"counters", (PyCFunction)consumer_counters, METH_NOARGS, "(messages, bytes, doorbell_writes, used, high_water)"},
     {"close", (PyCFunction)consumer_close, METH_NOARGS, "Tell the producer that nobody reads, unmap."},
     {NULL, NULL, 0, NULL},
 };

@@ -154,8 +154,10 @@ static bool read_event(Bell *bell) {
     do
         got = read(bell->event_fd, &count, sizeof count);
     while (got < 0 && errno == EINTR);
-    if (got == (ssize_t)sizeof count)
+    if (got == (ssize_t)sizeof count) {
         bell->wakes++;
+        bell->woken = true;
+    }
     return got == (ssize_t)sizeof count;
 }
 
@@ -173,13 +175,23 @@ static PyObject *bell_disarm(Bell *bell, PyObject *Py_UNUSED(ignored)) {
     Py_RETURN_NONE;
 }
 
-/* 1 if an end has something to do, 0 if not, -1 with an exception. Ends of other transports answer ready(). */
-static int end_ready(PyObject *end) {
-    if (PyObject_TypeCheck(end, consumer_type))
+/* 1 if an end has something to do, 0 if not, -1 with an exception; adds to *progress. Ends of other transports answer
+ * ready() and progress(). */
+static int end_ready(PyObject *end, uint64_t *progress) {
+    if (PyObject_TypeCheck(end, consumer_type)) {
+        *progress += consumer_progress((RingConsumer *)end);
         return consumer_ready((RingConsumer *)end);
-    if (PyObject_TypeCheck(end, producer_type))
+    }
+    if (PyObject_TypeCheck(end, producer_type)) {
+        *progress += producer_progress((RingProducer *)end);
         return producer_ready((RingProducer *)end);
-    PyObject *answer = PyObject_CallMethod(end, "ready", NULL);
+    }
+    PyObject *count = PyObject_CallMethod(end, "progress", NULL);
+    if (count == NULL)
+        return -1;
+    *progress += PyLong_AsUnsignedLongLong(count);
+    Py_DECREF(count);
+    PyObject *answer = PyErr_Occurred() ? NULL : PyObject_CallMethod(end, "ready", NULL);
     if (answer == NULL)
         return -1;
     int ready = PyObject_IsTrue(answer);
@@ -187,7 +199,7 @@ static int end_ready(PyObject *end) {
     return ready;
 }
 
-static int any_ready(PyObject *ends) {
+static int any_ready(PyObject *ends, uint64_t *progress) {
     Py_ssize_t count = PySequence_Size(ends);
     if (count < 0)
         return -1;
@@ -195,7 +207,7 @@ static int any_ready(PyObject *ends) {
         PyObject *end = PySequence_GetItem(ends, i);
         if (end == NULL)
             return -1;
-        int ready = end_ready(end);
+        int ready = end_ready(end, progress);
         Py_DECREF(end);
         if (ready != 0)
             return ready;
@@ -203,29 +215,107 @@ static int any_ready(PyObject *ends) {
     return 0;
 }
 
+static struct timespec now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time;
+}
+
+static uint64_t nanoseconds_since(struct timespec start) {
+    struct timespec end = now();
+    return (uint64_t)((int64_t)(end.tv_sec - start.tv_sec) * 1000000000 + (end.tv_nsec - start.tv_nsec));
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Look at the ends for a moment before falling asleep: still awake, so whoever comes need not ring. Never yields. */
+static int spin(Bell *bell, PyObject *consumers, PyObject *producers) {
+    struct timespec start = now();
+    uint64_t unused = 0;
+    do {
+        int ready = any_ready(consumers, &unused);
+        if (ready == 0)
+            ready = any_ready(producers, &unused);
+        if (ready != 0) {
+            bell->spins += ready > 0;
+            return ready;
+        }
+        for (int i = 0; i < 8; i++)
+            relax();
+    } while (nanoseconds_since(start) < bell->spin_ns);
+    return 0;
+}
+
+/* Spin as long as it would have paid lately: sleeps shorter than the allowed spin let it grow, longer ones shrink it to
+ * nothing, so that a process that waits for a step's milliseconds, or is idle, does not spin at all. */
+static void adapt_spin(Bell *bell, uint64_t slept_ns) {
+    if (slept_ns <= bell->spin_max_ns)
+        bell->spin_ns = bell->spin_ns == 0 ? bell->spin_max_ns / 4 : bell->spin_ns * 2;
+    else
+        bell->spin_ns = bell->spin_ns < bell->spin_max_ns / 4 ? 0 : bell->spin_ns / 2;
+    if (bell->spin_ns > bell->spin_max_ns)
+        bell->spin_ns = bell->spin_max_ns;
+}
+
+static void declare_asleep(Bell *bell) {
+    STORE(WORD32(bell->page, BELL_ASLEEP), 1);
+    FULL_FENCE(); /* pairs with the one in bell_notify */
+}
+
+/* Between the last ring and this sleep nothing was taken, and no producer got space: the ring was for nothing. */
+static void count_wake(Bell *bell, uint64_t progress) {
+    bell->spurious_wakes += bell->woken && progress == bell->progress;
+    bell->progress = progress;
+    bell->woken = false;
+}
+
+/* For observers: plain stores to a line that only the owner writes. */
+static void publish_counters(Bell *bell) {
+    STORE(WORD64(bell->page, BELL_ARMS), bell->arms);
+    STORE(WORD64(bell->page, BELL_REFUSED_ARMS), bell->refused_arms);
+    STORE(WORD64(bell->page, BELL_WAITS), bell->waits);
+    STORE(WORD64(bell->page, BELL_WAKES), bell->wakes);
+    STORE(WORD64(bell->page, BELL_SPURIOUS_WAKES), bell->spurious_wakes);
+    STORE(WORD64(bell->page, BELL_SPINS), bell->spins);
+}
+
 static PyObject *bell_arm(Bell *bell, PyObject *args) {
     PyObject *consumers, *producers;
     if (!PyArg_ParseTuple(args, "OO", &consumers, &producers) || bell_check(bell) < 0)
         return NULL;
     bell->arms++;
-    STORE(WORD32(bell->page, BELL_ASLEEP), 1);
-    FULL_FENCE(); /* pairs with the one in bell_notify */
-    int ready = any_ready(consumers);
-    if (ready == 0)
-        ready = any_ready(producers);
-    if (ready == 0)
-        Py_RETURN_TRUE;
-    STORE(WORD32(bell->page, BELL_ASLEEP), 0);
-    bell->refused_arms++;
+    uint64_t progress = 0;
+    int ready = bell->spin_ns == 0 ? 0 : spin(bell, consumers, producers);
+    if (ready == 0) {
+        declare_asleep(bell);
+        if ((ready = any_ready(consumers, &progress)) == 0)
+            ready = any_ready(producers, &progress);
+        if (ready != 0)
+            STORE(WORD32(bell->page, BELL_ASLEEP), 0);
+    }
+    if (ready != 0)
+        bell->refused_arms++;
+    else
+        count_wake(bell, progress);
+    publish_counters(bell);
     if (ready < 0)
         return NULL;
-    Py_RETURN_FALSE;
+    return PyBool_FromLong(ready == 0);
 }
 
-static struct timespec now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time;
+static PyObject *bell_set_spin(Bell *bell, PyObject *arg) {
+    unsigned long long nanoseconds = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred() || bell_check(bell) < 0)
+        return NULL;
+    bell->spin_max_ns = nanoseconds;
+    bell->spin_ns = 0;
+    Py_RETURN_NONE;
 }
 
 /* ppoll that goes on after signals whose Python handlers do not raise. -1 with an exception. */
@@ -317,9 +407,12 @@ static PyObject *bell_wait(Bell *bell, PyObject *args) {
         fds[i + 1] = (struct pollfd){.fd = fd, .events = POLLIN};
     }
     bell->waits++;
+    struct timespec start = bell->spin_max_ns == 0 ? (struct timespec){0, 0} : now();
     int ready = poll_until(bell, fds, (nfds_t)(watched + 1), timeout);
     /* Awake, whatever woke us: spares the next sender a write. */
     STORE(WORD32(bell->page, BELL_ASLEEP), 0);
+    if (bell->spin_max_ns != 0)
+        adapt_spin(bell, nanoseconds_since(start));
     if (ready < 0)
         goto done;
     if (fds[0].revents != 0)
@@ -357,9 +450,10 @@ static PyObject *bell_page_words(Bell *bell, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyObject *bell_counters(Bell *bell, PyObject *Py_UNUSED(ignored)) {
-    return Py_BuildValue("(KKKKK)", (unsigned long long)bell->arms, (unsigned long long)bell->refused_arms,
+    return Py_BuildValue("(KKKKKKK)", (unsigned long long)bell->arms, (unsigned long long)bell->refused_arms,
                          (unsigned long long)bell->waits, (unsigned long long)bell->wakes,
-                         (unsigned long long)bell->rings);
+                         (unsigned long long)bell->rings, (unsigned long long)bell->spurious_wakes,
+                         (unsigned long long)bell->spins);
 }
 
 static PyMethodDef bell_methods[] = {
@@ -368,12 +462,13 @@ static PyMethodDef bell_methods[] = {
     {"ring", (PyCFunction)bell_ring, METH_NOARGS, "Write the eventfd, asleep or not."},
     {"clear", (PyCFunction)bell_clear, METH_NOARGS, "Read the eventfd."},
     {"arm", (PyCFunction)bell_arm, METH_VARARGS, "arm(consumers, producers): True if it is safe to block."},
+    {"set_spin", (PyCFunction)bell_set_spin, METH_O, "Nanoseconds that arm() may look around before it sleeps."},
     {"disarm", (PyCFunction)bell_disarm, METH_NOARGS, "Not asleep any more."},
     {"wait", (PyCFunction)bell_wait, METH_VARARGS, "wait(timeout, watch): block; the readable ones of watch."},
     {"beat", (PyCFunction)bell_beat, METH_O, "Store the heartbeat."},
     {"set_phase", (PyCFunction)bell_set_phase, METH_O, "Store the phase."},
     {"words", (PyCFunction)bell_page_words, METH_NOARGS, "(pid, phase, heartbeat_ns, asleep)"},
-    {"counters", (PyCFunction)bell_counters, METH_NOARGS, "(arms, refused_arms, waits, wakes, rings) of this object"},
+    {"counters", (PyCFunction)bell_counters, METH_NOARGS, "(arms, refused_arms, waits, wakes, rings, spurious_wakes, spins) of this object"},
     {"is_open", (PyCFunction)bell_is_open, METH_NOARGS, "Neither closed nor inherited by fork."},
     {"close", (PyCFunction)bell_close, METH_NOARGS, "Unmap, close the eventfd."},
     {NULL, NULL, 0, NULL},

@@ -49,6 +49,7 @@
     FIELD(RING_CONS_MESSAGES,  0x108, 8, "consumer")   \
     FIELD(RING_CONS_BYTES,     0x110, 8, "consumer")   \
     FIELD(RING_CONS_RINGS,     0x118, 8, "consumer")   \
+    FIELD(RING_CONS_HIGH_WATER, 0x120, 8, "consumer")  \
     FIELD(RING_WANT_SPACE,     0x180, 4, "both")       \
     FIELD(RING_CONS_STATE,     0x184, 4, "consumer")
 
@@ -58,14 +59,20 @@
     FIELD(BELL_ASLEEP,         0x080, 4, "both")       \
     FIELD(BELL_HEARTBEAT_NS,   0x100, 8, "owner")      \
     FIELD(BELL_PHASE,          0x108, 4, "owner")      \
-    FIELD(BELL_PID,            0x10C, 4, "owner")
+    FIELD(BELL_PID,            0x10C, 4, "owner")      \
+    FIELD(BELL_ARMS,           0x110, 8, "owner")      \
+    FIELD(BELL_REFUSED_ARMS,   0x118, 8, "owner")      \
+    FIELD(BELL_WAITS,          0x120, 8, "owner")      \
+    FIELD(BELL_WAKES,          0x128, 8, "owner")      \
+    FIELD(BELL_SPURIOUS_WAKES, 0x130, 8, "owner")      \
+    FIELD(BELL_SPINS,          0x138, 8, "owner")
 
 #define AS_CONSTANT(name, offset, bytes, writer) name = offset,
 enum { RING_FIELDS(AS_CONSTANT) BELL_FIELDS(AS_CONSTANT) };
 #undef AS_CONSTANT
 
 enum {
-    LAYOUT_VERSION = 1,
+    LAYOUT_VERSION = 2,
     HEADER_SIZE = 4096, /* of a ring; also the size of a doorbell page */
     FRAME_HEADER = 8,
     MIN_CAPACITY = 64 * 1024,

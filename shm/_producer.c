@@ -10,7 +10,7 @@ struct RingProducer {
     uint64_t published; /* what the consumer may see */
     uint64_t head;      /* the consumer's position as last read */
     uint64_t part_offset, part_total; /* a message put in parts: how far, how long; 0, 0 between messages */
-    uint64_t messages, bytes, full, rings;
+    uint64_t messages, bytes, full, rings, resumed; /* resumed: how often it got the space it waited for */
     uint16_t sequence;
     bool in_parts, waiting; /* waiting: FULL was answered, and not put since */
 };
@@ -83,6 +83,7 @@ static void write_frame(RingProducer *p, unsigned kind, const char *data, uint32
     p->sequence++;
     p->tail += frame_size(payload);
     p->bytes += length;
+    p->resumed += p->waiting;
     p->waiting = false;
 }
 
@@ -178,6 +179,8 @@ bool producer_ready(RingProducer *p) {
     return LOAD_ACQUIRE(WORD32(p->segment.base, RING_WANT_SPACE)) == 0 ||
            LOAD_ACQUIRE(WORD32(p->segment.base, RING_CONS_STATE)) == END_CLOSED;
 }
+
+uint64_t producer_progress(const RingProducer *p) { return p->resumed; }
 
 static PyObject *producer_close(RingProducer *p, PyObject *Py_UNUSED(ignored)) {
     /* In a child of fork() the shared words are the parent's; only the mappings here are ours to drop. */

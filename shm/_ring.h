@@ -48,7 +48,10 @@ typedef struct {
     int event_fd;
     int waiting; /* threads inside wait(): the page must stay mapped */
     unsigned generation;
-    uint64_t arms, refused_arms, waits, wakes, rings;
+    uint64_t arms, refused_arms, waits, wakes, rings, spurious_wakes, spins;
+    uint64_t progress; /* of all ends at the last arm: did a wake-up lead to anything? */
+    bool woken;        /* rung since the last arm */
+    uint64_t spin_max_ns, spin_ns; /* allowed, and worth it at present */
 } Bell;
 extern PyTypeObject *bell_type;
 extern PyType_Spec bell_spec;
@@ -77,6 +80,9 @@ extern PyTypeObject *producer_type, *consumer_type;
 extern PyType_Spec producer_spec, consumer_spec;
 /* For arm(): has the space it waits for (or learned that there will be none). */
 bool producer_ready(RingProducer *producer);
+/* Changes when a producer that waited has put something; of a consumer, when it has taken something. */
+uint64_t producer_progress(const RingProducer *producer);
+uint64_t consumer_progress(const RingConsumer *consumer);
 /* For arm(): drain() would return or raise something new. */
 bool consumer_ready(RingConsumer *consumer);
 

@@ -20,6 +20,10 @@ from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.support import bell_type
 
 
+MAX_SPIN_US = 20
+"""Longest spin before a sleep: about what a sleep and a wake-up across cores cost."""
+
+
 class Phase(enum.IntEnum):
     """What a process is doing, as far as its neighbours care."""
 
@@ -45,6 +49,10 @@ class DoorbellStatistics:
     waits: int
     wakes: int
     """How often the eventfd was found rung."""
+    spurious_wakes: int
+    """Rings after which nothing was there."""
+    spins: int
+    """How often something came while ``arm`` looked around before sleeping."""
 
 
 class DoorbellHandle:
@@ -132,6 +140,13 @@ class Doorbell:
         a producer that found no room has some now (or lost its peer); the doorbell is disarmed."""
         return self._bell.arm(consumers, producers)
 
+    def allow_spin(self, microseconds: int) -> None:
+        """Let ``arm`` look around for so long before it sleeps (at most MAX_SPIN_US; 0: not at all). It does so only
+        while sleeps have lately been that short. Only for processes that have a core of their own."""
+        if not 0 <= microseconds <= MAX_SPIN_US:
+            raise ValueError(f"a spin lasts 0 to {MAX_SPIN_US} microseconds, not {microseconds}")
+        self._bell.set_spin(microseconds * 1000)
+
     def disarm(self) -> None:
         """Awake for another reason than being rung: spares the neighbours a system call."""
         self._bell.disarm()
@@ -164,8 +179,10 @@ class Doorbell:
 
     def statistics(self) -> DoorbellStatistics:
         pid, phase, heartbeat_ns, _ = self._bell.words()
-        arms, refused_arms, waits, wakes, _ = self._bell.counters()
-        return DoorbellStatistics(self.name, pid, Phase(phase), heartbeat_ns, arms, refused_arms, waits, wakes)
+        arms, refused_arms, waits, wakes, _, spurious_wakes, spins = self._bell.counters()
+        return DoorbellStatistics(
+            self.name, pid, Phase(phase), heartbeat_ns, arms, refused_arms, waits, wakes, spurious_wakes, spins
+        )
 
     def close(self) -> None:
         """Unmap and close. The page's phase becomes ``closed``."""

@@ -17,9 +17,11 @@ from ringserve.shm.errors import AttachError, ChannelClosed, ForkedUse
 
 PAGE_SIZE = 4096
 BELL_MAGIC = 0x316C6C6562767372
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 # Offsets in the page; _layout.h has the picture.
-MAGIC, VERSION, ASLEEP, HEARTBEAT_NS, PHASE, PID = 0x000, 0x008, 0x080, 0x100, 0x108, 0x10C
+MAGIC, VERSION, ASLEEP, HEARTBEAT_NS, PHASE, PID, COUNTERS = 0x000, 0x008, 0x080, 0x100, 0x108, 0x10C, 0x110
+COUNTERS_FORMAT = "=6Q"
+"""arms, refused arms, waits, wakes, spurious wakes, spins."""
 
 
 def format_bell(fd: int) -> None:
@@ -37,7 +39,9 @@ class PurePythonBell:
             raise AttachError("not a doorbell page of this layout version")
         self._event_fd = os.dup(event_fd)
         self._process = os.getpid()
-        self._arms = self._refused_arms = self._waits = self._wakes = self._rings = 0
+        self._arms = self._refused_arms = self._waits = self._wakes = self._rings = self._spurious_wakes = 0
+        self._progress = 0
+        self._woken = False
 
     def _check(self) -> None:
         if self._event_fd < 0:
@@ -71,14 +75,25 @@ class PurePythonBell:
         except BlockingIOError:
             return
         self._wakes += 1
+        self._woken = True
 
     def arm(self, consumers: Sequence[Any], producers: Sequence[Any]) -> bool:
         self._check()
         self._arms += 1
-        if any(end.ready() for end in consumers) or any(end.ready() for end in producers):
+        ready = any(end.ready() for end in consumers) or any(end.ready() for end in producers)
+        if ready:
             self._refused_arms += 1
-            return False
-        return True
+        else:
+            progress = sum(end.progress() for end in (*consumers, *producers))
+            self._spurious_wakes += self._woken and progress == self._progress
+            self._progress, self._woken = progress, False
+        counters = (self._arms, self._refused_arms, self._waits, self._wakes, self._spurious_wakes, 0)
+        struct.pack_into(COUNTERS_FORMAT, self._page, COUNTERS, *counters)
+        return not ready
+
+    def set_spin(self, nanoseconds: int) -> None:
+        """A socket cannot be looked at without a system call: this one never spins."""
+        self._check()
 
     def disarm(self) -> None:
         self._check()
@@ -109,8 +124,8 @@ class PurePythonBell:
         heartbeat_ns, phase, pid = struct.unpack_from("=QII", self._page, HEARTBEAT_NS)
         return pid, phase, heartbeat_ns, struct.unpack_from("=I", self._page, ASLEEP)[0]
 
-    def counters(self) -> tuple[int, int, int, int, int]:
-        return self._arms, self._refused_arms, self._waits, self._wakes, self._rings
+    def counters(self) -> tuple[int, int, int, int, int, int, int]:
+        return self._arms, self._refused_arms, self._waits, self._wakes, self._rings, self._spurious_wakes, 0
 
     def is_open(self) -> bool:
         return self._event_fd >= 0 and self._process == os.getpid()

@@ -38,6 +38,8 @@ class ConsumerStatistics:
     """How often a producer that waited for space was woken."""
     used: int
     """Bytes published and not yet consumed, headers included."""
+    high_water: int
+    """Most bytes ever found waiting (0 for sockets, which do not tell)."""
 
 
 class Producer(ABC):

@@ -66,7 +66,7 @@ class SocketProducer(_SocketEnd, Producer):
         self._dirty = False
         self._waiting = False
         self._part_offset = self._part_total = 0
-        self._full = 0
+        self._full = self._resumed = 0
 
     @property
     def max_payload(self) -> int:
@@ -84,6 +84,7 @@ class SocketProducer(_SocketEnd, Producer):
             raise ChannelClosed(f"channel {self.name}: the consumer closed") from None
         self._sequence += 1
         self._dirty = True
+        self._resumed += self._waiting
         self._waiting = False
         return True
 
@@ -153,6 +154,10 @@ class SocketProducer(_SocketEnd, Producer):
     def ready(self) -> bool:
         """For ``arm``: a producer that waits for space is rung, always; there is nothing to look at."""
         return False
+
+    def progress(self) -> int:
+        """Changes when a producer that waited for space has put something."""
+        return self._resumed
 
     def statistics(self) -> ProducerStatistics:
         return ProducerStatistics(self._messages, self._bytes, self._full, self._doorbell_writes, 0)
@@ -282,12 +287,16 @@ class SocketConsumer(_SocketEnd, Consumer):
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
+    def progress(self) -> int:
+        """Changes when something was taken."""
+        return self._sequence
+
     def mark_peer_dead(self, pid: int, /) -> None:
         self._check()
         self._peer_pid = pid
 
     def statistics(self) -> ConsumerStatistics:
-        return ConsumerStatistics(self._messages, self._bytes, self._doorbell_writes, 0)
+        return ConsumerStatistics(self._messages, self._bytes, self._doorbell_writes, 0, 0)
 
     def close(self) -> None:
         if self._want_fd >= 0 and self._process == os.getpid():

@@ -17,6 +17,7 @@ from ringserve.shm.channel import RingCarrier
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 
 CAPACITY = 1 << 16
+COUNTERS = ("BELL_ARMS", "BELL_REFUSED_ARMS", "BELL_WAITS", "BELL_WAKES", "BELL_SPURIOUS_WAKES", "BELL_SPINS")
 OFFSETS = {name: offset for name, (offset, _, _) in _ring.LAYOUT.items()}
 
 
@@ -48,6 +49,7 @@ def test_python_and_c_agree_on_the_doorbell_page() -> None:
         "BELL_HEARTBEAT_NS": fallback.HEARTBEAT_NS,
         "BELL_PHASE": fallback.PHASE,
         "BELL_PID": fallback.PID,
+        **{name: fallback.COUNTERS + 8 * index for index, name in enumerate(COUNTERS)},
     }
     assert in_python == {name: offset for name, offset in OFFSETS.items() if name.startswith("BELL_")}
     assert fallback.LAYOUT_VERSION == _ring.LAYOUT_VERSION
@@ -76,7 +78,7 @@ def test_header_and_first_frame_are_where_the_layout_says(ring_workshop: Worksho
     image = os.pread(carrier(link).segment.fileno(), 4096 + CAPACITY, 0)
     assert image[:8] == b"rsvring1"
     version, data_offset, capacity, max_frame, ring_id, session_id = struct.unpack_from("=IIQIIQ", image, 8)
-    assert (version, data_offset, capacity, max_frame) == (1, 4096, CAPACITY, CAPACITY // 8)
+    assert (version, data_offset, capacity, max_frame) == (_ring.LAYOUT_VERSION, 4096, CAPACITY, CAPACITY // 8)
     assert (ring_id, session_id) == (carrier(link).ring_id, carrier(link).session_id)
     assert struct.unpack_from("=Q", image, OFFSETS["RING_TAIL"]) == (16 + 24,)
     assert struct.unpack_from("=IBBH5s", image, 4096) == (5, 0, 0, 0, b"hello")
