@@ -10,6 +10,7 @@ import contextlib
 import logging
 import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -59,6 +60,9 @@ class Engine:
         self._end_reason: EngineError | None = None
         self._last_request_id = 0
         self._closing = False
+        self._released = False
+        self._runner: int | None = None
+        """The thread that is in ``run``."""
         self._ready: ExecutorReady | None = None
         self._children = Children()
         self._wiring = Wiring(config)
@@ -115,6 +119,7 @@ class Engine:
             KeyboardInterrupt: SIGINT (or whatever the user's own handler raises).
         """
         self._require_alive()
+        self._runner = threading.get_ident()
         try:
             with DeferredInterrupts(self._wake) as interrupts:
                 self._feed(job)
@@ -128,6 +133,8 @@ class Engine:
             if self._end_reason is None and not self._closing:
                 self._give_up(job)
             raise
+        finally:
+            self._runner = None
 
     def request_close(self) -> None:
         """From another thread: ``run`` shall end with EngineClosed."""
@@ -140,10 +147,11 @@ class Engine:
             return
         self._closing = True
         self._end_reason = EngineClosed("the engine was closed")
-        self._mailbox.close()  # the goodbye; each neighbour passes it on
-        self._children.end((TOKENIZER, SCHEDULER, EXECUTOR), END_AFTER)
-        self._children.close()
-        self._wiring.close()
+        try:
+            self._release()  # the goodbye; each neighbour passes it on
+            self._children.end((TOKENIZER, SCHEDULER, EXECUTOR), END_AFTER)
+        finally:  # also when Ctrl-C ends the waiting
+            self._children.close()
 
     def destroy(self) -> None:
         """End all processes at once; never raises, and does nothing in a process that was forked from the owner's."""
@@ -152,9 +160,15 @@ class Engine:
         if self._end_reason is None:
             self._end_reason = EngineClosed("the engine was closed")
         self._children.close()
-        with contextlib.suppress(ShmError):
+        if self._runner in (None, threading.get_ident()):  # else: this process ends under a daemon thread's call,
+            self._release()  # which still looks at the rings
+
+    def _release(self) -> None:
+        """Close our ends of the rings, once."""
+        if not self._released:
+            self._released = True
             self._mailbox.close()
-        self._wiring.close()
+            self._wiring.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(ShmError):  # closed meanwhile

@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -90,6 +91,9 @@ class LLM:
         self._engine = Engine(config, source, show_progress)
         self._finalizer = weakref.finalize(self, self._engine.destroy)
         self._lock = threading.Lock()
+        self._owner: int | None = None
+        """The thread whose turn it is."""
+        self._closing = False
         ready = self._engine.ready
         self._max_in_flight = ready.max_num_seqs + MAX_WAITING
         self._limits = Limits(source.name, ready, config.frontend.max_logprobs, config.frontend.max_n, 2**31 - 1)
@@ -160,9 +164,9 @@ class LLM:
         Raises:
             ValueError: the text has no tokens.
         """
-        with self._lock:
-            job = EncodingJob([TextPrompt(text, add_special_tokens)], self._engine.new_request_id)
-            self._engine.run(job)
+        with self._turn() as engine:
+            job = EncodingJob([TextPrompt(text, add_special_tokens)], engine.new_request_id)
+            engine.run(job)
         return job.encoded()[0].ids()
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -174,9 +178,9 @@ class LLM:
         if not len(token_ids):
             return ""
         prompt = tokens_prompt(token_ids, "token_ids", self._limits.ready.vocab_size)
-        with self._lock:
-            job = DecodingJob(prompt, self._engine.new_request_id())
-            self._engine.run(job)
+        with self._turn() as engine:
+            job = DecodingJob(prompt, engine.new_request_id())
+            engine.run(job)
         return job.text or ""
 
     @property
@@ -194,10 +198,13 @@ class LLM:
         return self._engine.pids()
 
     def close(self) -> None:
-        """End the processes; may be called again, and while another thread generates (which gets EngineClosed)."""
+        """End the processes. May be called again; and while a call runs, by another thread or a signal handler: that
+        call then raises EngineClosed."""
+        self._closing = True
         self._engine.request_close()
-        with self._lock:
-            self._engine.close()
+        if self._owner != threading.get_ident():  # else we are in a handler, and the call it interrupted ends them
+            with self._lock:
+                self._engine.close()
         self._finalizer.detach()
 
     def shutdown(self) -> None:
@@ -212,6 +219,18 @@ class LLM:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _turn(self) -> Iterator[Engine]:
+        """One call at a time."""
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield self._engine
+            finally:
+                self._owner = None
+                if self._closing:
+                    self._engine.close()
+
     def _run(
         self,
         prompts: list[Prompt],
@@ -219,14 +238,14 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self._params(sampling_params, len(prompts))
-        with self._lock:
-            encoding = EncodingJob(prompts, self._engine.new_request_id)
-            self._engine.run(encoding)
+        with self._turn() as engine:
+            encoding = EncodingJob(prompts, engine.new_request_id)
+            engine.run(encoding)
             encoded = encoding.encoded()
             check_lengths(encoded, self.max_model_len)
             with BatchProgress(len(prompts), use_tqdm) as progress:
-                job = GenerationJob(encoded, params, self._engine.new_request_id, self._max_in_flight, progress.update)
-                self._engine.run(job)
+                job = GenerationJob(encoded, params, engine.new_request_id, self._max_in_flight, progress.update)
+                engine.run(job)
         return job.outputs()
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[EngineParams]:

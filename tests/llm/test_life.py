@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from open_descriptors import descriptors
-from server_process import wait_for_end
+from server_process import descendants, wait_for_end
+from tiny_model import save_tiny_model
 
 from ringserve import LLM, SamplingParams
 from ringserve.model_source import ModelNotFound
@@ -22,13 +23,14 @@ from ringserve.offline.progress_bar import BatchProgress
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
-def make() -> LLM:
-    return LLM(dtype="float32", max_model_len=512, threads=1, max_num_seqs=8, show_progress=False)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_dead_process_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_process_ends_everything(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    with make() as llm:
+    with LLM(tiny, threads=1, show_progress=False) as llm:
         pids = llm.pids()
 
         def update(_self: BatchProgress, _finished: int, _prompt_tokens: int, _output_tokens: int) -> None:
@@ -47,7 +49,7 @@ def test_a_dead_process_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None
         llm.tokenize("One")
 
 
-def test_another_thread_and_the_garbage_collector() -> None:
+def test_another_thread_and_the_garbage_collector(tiny: Path) -> None:
     """Made in a thread, closed by another one in the middle of a batch; a second one is only forgotten."""
     before = descriptors()
     made: list[LLM] = []
@@ -55,7 +57,7 @@ def test_another_thread_and_the_garbage_collector() -> None:
     running = threading.Event()
 
     def work() -> None:
-        llm = make()
+        llm = LLM(tiny, threads=1, show_progress=False)
         made.append(llm)
         running.set()
         try:
@@ -74,7 +76,7 @@ def test_another_thread_and_the_garbage_collector() -> None:
     assert descriptors() <= before
     made.clear()
 
-    forgotten = make()
+    forgotten = LLM(tiny, threads=1, show_progress=False)
     assert forgotten.generate("One", SamplingParams(max_tokens=1, temperature=0))[0].finished
     pids = list(forgotten.pids().values())
     del forgotten
@@ -83,15 +85,83 @@ def test_another_thread_and_the_garbage_collector() -> None:
     assert descriptors() <= before
 
 
-def test_a_script_without_main_guard_that_never_closes(tmp_path: Path) -> None:
+def test_close_in_a_signal_handler(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It interrupts the call that it would have to wait for."""
+    before = descriptors()
+    llm = LLM(tiny, threads=1, show_progress=False)
+    pids = list(llm.pids().values())
+
+    def update(_self: BatchProgress, _finished: int, _prompt_tokens: int, _output_tokens: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(BatchProgress, "update", update)
+    handler = signal.signal(signal.SIGUSR1, lambda _number, _frame: llm.close())
+    try:
+        with pytest.raises(EngineClosed):
+            llm.generate("One", LONG)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert wait_for_end(pids) == []
+    assert descriptors() <= before
+
+
+def test_ctrl_c_while_it_starts(tiny: Path) -> None:
+    """It goes to all processes of the terminal: one traceback, ours."""
+    code = f"import ringserve\nprint('begin', flush=True)\nringserve.LLM({str(tiny)!r}, threads=1)\n"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begin\n"
+        while "starting" not in (line := process.stderr.readline()):
+            assert line, "it ended before it said that it starts"
+        children = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        process.wait(60)
+    assert len(children) == 3
+    assert wait_for_end(children) == []
+    assert process.returncode == -signal.SIGINT
+    assert rest.count("Traceback") == 1
+    assert rest.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_forked_process_leaves_it_alone(tiny: Path) -> None:
+    code = (
+        "import os, ringserve\n"
+        f"llm = ringserve.LLM({str(tiny)!r}, threads=1, show_progress=False)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        llm.generate('x')\n"
+        "    except ringserve.offline.errors.EngineError as error:\n"
+        "        print('child:', error, flush=True)\n"
+        "else:\n"
+        "    os.waitpid(child, 0)\n"
+        "    print('parent:', len(llm.generate('x', ringserve.SamplingParams(max_tokens=1))))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "child: an LLM cannot be used in a process that was forked from the one that made it",
+        "parent: 1",
+    ]
+
+
+def test_a_script_without_main_guard_that_never_closes(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "print('begin')\n"
         "from ringserve import LLM, SamplingParams\n"
-        "llm = LLM(dtype='float32', max_model_len=512, threads=1)\n"
+        f"llm = LLM({str(tiny)!r}, threads=1)\n"
         "print(*llm.pids().values())\n"
-        "print(llm.generate('The capital of France is', SamplingParams(temperature=0, max_tokens=1))"
-        "[0].outputs[0].text)\n"
+        "(output,) = llm.generate('hello', SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))\n"
+        "print(len(output.outputs[0].token_ids))\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -102,19 +172,19 @@ def test_a_script_without_main_guard_that_never_closes(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
-    begin, pids, text = done.stdout.splitlines()
-    assert (begin, text) == ("begin", " Paris")
+    begin, pids, count = done.stdout.splitlines()
+    assert (begin, count) == ("begin", "3")
     assert wait_for_end([int(pid) for pid in pids.split()]) == []
     assert "ringserve: loading weights ..." in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_sigkill_leaves_nothing() -> None:
+def test_sigkill_leaves_nothing(tiny: Path) -> None:
     """Typed in on standard input, as in an interactive session."""
     code = (
         "import signal\n"
         "from ringserve import LLM\n"
-        "llm = LLM(max_model_len=512, threads=1, show_progress=False)\n"
+        f"llm = LLM({str(tiny)!r}, threads=1, show_progress=False)\n"
         "print(*llm.pids().values(), flush=True)\n"
         "signal.pause()\n"
     )
