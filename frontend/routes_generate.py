@@ -51,7 +51,7 @@ class GenerateRoutes:
         logprobs = validation.completion_logprobs(body, limits)
         max_tokens = validation.completion_max_tokens(body)
         n = validation.choices(body, limits, validation.num_prompts(body))
-        prompts = validation.completion_prompts(body, limits.ready.vocab_size)
+        prompts = validation.completion_prompts(body, limits.ready)
         echo = bool(body.echo)
         plan = Plan(
             prompts=prompts,

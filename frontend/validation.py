@@ -169,14 +169,20 @@ def num_prompts(body: CompletionBody) -> int:
     return 1 if not body.prompt or isinstance(body.prompt, str) or type(body.prompt[0]) is int else len(body.prompt)
 
 
-def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:
-    """One prompt for each element; a flat list of token ids is one prompt."""
+def completion_prompts(body: CompletionBody, ready: ExecutorReady) -> list[Prompt]:
+    """One prompt for each element; a flat list of token ids is one prompt.
+
+    Ids that cannot fit are refused by their number, before millions of them are looked at one by one.
+    """
+    vocab_size = ready.vocab_size
     add_special_tokens = body.add_special_tokens is not False
     prompt = body.prompt
     if isinstance(prompt, str):
         return [TextPrompt(prompt, add_special_tokens)]
     if not prompt:
         raise invalid("prompt must not be empty.", "prompt")
+    if type(prompt[0]) is int:
+        check_length(prompt, ready.max_model_len)
     if all(type(each) is int for each in prompt):
         return [TokenPrompt(token_ids(prompt, vocab_size, "prompt"))]
     if all(type(each) is str for each in prompt):
@@ -187,8 +193,20 @@ def completion_prompts(body: CompletionBody, vocab_size: int) -> list[Prompt]:
             raise invalid("prompt must be a string, a list of strings, token ids, or a list of token ids.", "prompt")
         if not each:
             raise invalid("prompt must not be empty.", "prompt")
+        check_length(each, ready.max_model_len)
         prompts.append(TokenPrompt(token_ids(each, vocab_size, "prompt")))
     return prompts
+
+
+def check_length(ids: list[Any], max_model_len: int) -> None:
+    """Refuse a prompt that is longer than the context; the tokenizer process counts exactly."""
+    if len(ids) > max_model_len:
+        raise invalid(
+            f"This model's maximum context length is {max_model_len} tokens. However, your request has {len(ids)} "
+            "prompt tokens. Please reduce the length of the prompt.",
+            "prompt",
+            "context_length_exceeded",
+        )
 
 
 def token_ids(ids: list[Any], vocab_size: int, name: str) -> bytes:

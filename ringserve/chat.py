@@ -76,6 +76,8 @@ def chat(options: ChatOptions) -> int:
             if options.quick is not None:
                 _turn(client, model, conversation, options.quick, options)
                 return 0
+            import readline  # noqa: F401  importing it gives input() line editing and history
+
             print(f"Talking to {model}. Ctrl-D or /quit leaves, /new starts afresh.", file=sys.stderr)
             _converse(client, model, conversation, options)
             return 0
@@ -121,6 +123,8 @@ def _converse(client: httpx.Client, model: str, conversation: list[dict[str, str
                 _turn(client, model, conversation, text, options)
             except ChatError as error:  # the conversation goes on without the failed turn
                 print(f"\nringserve: error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:  # so it does without an answer that was cut short
+                print("\n[stopped; Ctrl-C once more at the prompt leaves]", file=sys.stderr)
 
 
 def _turn(

@@ -28,6 +28,7 @@ from ringserve.actor import ActorContext, Mailbox, Peer
 from ringserve.actor_blocking import run_blocking
 from ringserve.logs import set_up_logging
 from ringserve.messages import RINGS, SupervisorInbound
+from ringserve.process_signals import HELD_SIGNALS
 from ringserve.shm import (
     Consumer,
     ConsumerEnd,
@@ -73,9 +74,9 @@ def run_actor(spec: ActorSpec) -> NoReturn:
     # Ctrl-C reaches the whole foreground group, and service managers send SIGTERM to every process of a service: only
     # the supervisor decides what it means. It tells the process at the edge; the others end when their neighbour says
     # goodbye.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # held back by whoever started us
+    for number in HELD_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _name_process(spec.role)
     set_up_logging(spec.role, spec.log_level)
     _end_with(spec.supervisor_pid)
@@ -165,7 +166,10 @@ def _end_with(supervisor_pid: int) -> None:
     A thread that blocks in poll costs nothing and, unlike PR_SET_PDEATHSIG, does not end the process when merely the
     supervisor's starting thread ends.
     """
-    pidfd = open_pidfd(supervisor_pid)
+    try:
+        pidfd = open_pidfd(supervisor_pid)
+    except ProcessLookupError:
+        os._exit(EXIT_PEER_DIED)
     if os.getppid() != supervisor_pid:  # it died before the pidfd was open
         os._exit(EXIT_PEER_DIED)
 

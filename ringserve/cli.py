@@ -77,6 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before the supervisor listens to signals, or in a command without one
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
     namespace, unknown = parser.parse_known_args(arguments)
     given = vars(namespace)
@@ -115,6 +122,4 @@ def _serve(given: dict[str, object]) -> int:
     except ModelNotFound as error:
         print(f"ringserve: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return Supervisor(config, source).run()

@@ -115,13 +115,16 @@ class Supervisor:
 
 @contextmanager
 def _signals() -> Iterator[Connection]:
-    """SIGTERM and SIGINT as bytes that can be waited for beside everything else."""
+    """SIGTERM, SIGINT and SIGHUP as bytes that can be waited for beside everything else."""
     reader, writer = multiprocessing.Pipe(duplex=False)
 
     def forward(signum: int, _frame: object) -> None:
         writer.send_bytes(bytes([signum]))
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the terminal may go, the server stays
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield reader
     finally:

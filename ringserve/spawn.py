@@ -19,10 +19,8 @@ from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
+from ringserve.process_signals import HELD_SIGNALS
 from ringserve.shm import open_pidfd
-
-HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Blocked in a child until it unblocks them."""
 
 _BOOTSTRAP = """import pickle, sys
 with open(int(sys.argv[1]), "rb") as payload:

@@ -93,8 +93,9 @@ def test_sigterm_finishes_what_runs() -> None:
         assert "Traceback" not in server.output()
 
 
-def test_sigterm_to_every_process_is_one_sigterm() -> None:
-    """Service managers send it to the whole service."""
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_every_process_is_one_signal(signum: signal.Signals) -> None:
+    """Service managers and terminals send it to the whole group."""
     with Server("--max-model-len", "512") as server:
         everybody = [server.process.pid, *descendants(server.process.pid)]
         with httpx.stream(
@@ -106,7 +107,7 @@ def test_sigterm_to_every_process_is_one_sigterm() -> None:
             lines = response.iter_lines()
             next(lines)
             for pid in [*server.pids.values(), server.process.pid]:
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signum)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]

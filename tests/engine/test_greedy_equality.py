@@ -48,10 +48,11 @@ def test_with_a_budget_of_32_tokens_per_step(executor: LoadedExecutor, reference
     assert max(times.num_tokens for times in core.times) <= 32
 
 
-def test_with_so_few_pages_that_sequences_are_preempted(executor: LoadedExecutor, references: list[Reference]) -> None:
+def test_with_so_few_pages_that_sequences_are_preempted(references: list[Reference]) -> None:
+    """Small pages, so that every sequence grows by several: more than what admission keeps free."""
+    executor = LoadedExecutor(default_model(), "float32", block_size=8, max_model_len=2048)
     longest = max(len(reference.prompt) for reference in references) + NEW_TOKENS
-    pages = -(-longest // executor.ready.page_size) + 4
-    core = EngineCore(executor, num_pages=pages, max_model_len=longest)
+    core = EngineCore(executor, num_pages=-(-longest // 8) + 2, max_model_len=longest)
     assert_equal_but_for_ties(references, outputs(core, references))
     assert core.stats is not None
     assert core.stats.num_preemptions > 0

@@ -61,7 +61,7 @@ def seen() -> Iterator[tuple[Samples, dict[str, int]]]:
             counts["prompts"] += 1
             counts["several"] += n if max_tokens > 1 else 0
         assert (
-            http.post("/v1/completions", json={"prompt": [1] * 600}).status_code == 400
+            http.post("/v1/completions", json={"prompt": [1] * 512}).status_code == 400
         )  # refused: counted nowhere here
         frontend.fake.hold = True
         leaver = RawClient(frontend)

@@ -102,3 +102,18 @@ def test_conversations(plan: Any) -> None:
 def test_special_tokens(plan: Any) -> None:
     assert plan("/v1/completions", {"prompt": "a"}).prompt.add_special_tokens is True
     assert plan("/v1/completions", {"prompt": "a", "add_special_tokens": False}).prompt.add_special_tokens is False
+
+
+@pytest.mark.parametrize("prompt", [[1] * 5000, [[1], [1] * 5000]])
+def test_ids_that_cannot_fit_are_refused_by_their_number(
+    frontend: RunningFrontend, http: httpx.Client, prompt: list[Any]
+) -> None:
+    """They never reach the tokenizer process."""
+    before = len(frontend.fake.of_kind(GenerateRequest))
+    answer = http.post("/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "This model's maximum context length is" in error["message"]
+    assert "5000 prompt tokens" in error["message"]
+    assert len(frontend.fake.of_kind(GenerateRequest)) == before
