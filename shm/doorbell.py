@@ -19,7 +19,6 @@ from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell, format_bell
 from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.support import bell_type
 
-
 MAX_SPIN_US = 20
 """Longest spin before a sleep: about what a sleep and a wake-up across cores cost."""
 
