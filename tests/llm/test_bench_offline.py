@@ -80,6 +80,7 @@ def test_wrong_options(arguments: tuple[str, ...], words: str) -> None:
         run(parse(*arguments))
 
 
+@pytest.mark.slow
 def test_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, kept = save_tiny_model(tmp_path), tmp_path / "kept.json"
     given = parse(

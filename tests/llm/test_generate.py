@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from engine_core import default_model
+from open_descriptors import descriptors
 from reference import assert_equal_but_for_ties, generate, plain_model
+from server_process import wait_for_end
 
 from ringserve import LLM, SamplingParams
 from ringserve.messages import CheckIntegrity, FrontendInbound, FrontendMessage, IntegrityReport
@@ -19,6 +21,21 @@ from ringserve.offline.prompts import PromptType
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 TEXTS = ["The capital of France is", "Once upon a time", "def add(a, b):"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """One of the default model, for tests that do not break it."""
+    before = descriptors()
+    engine = LLM(dtype="float32", max_model_len=512, threads=1, max_num_seqs=8, show_progress=False)
+    pids = list(engine.pids().values())
+    assert len(pids) == 3
+    yield engine
+    engine.close()
+    engine.close()
+    assert engine.pids() == {}
+    assert wait_for_end(pids) == []
+    assert descriptors() <= before
 
 
 class Integrity:
