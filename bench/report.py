@@ -18,6 +18,12 @@ from ringserve.bench.system_use import NOTEWORTHY_CORES
 from ringserve.options import OptionError
 
 
+def wide_console() -> Console:
+    """Standard output; a file or a pipe has no width to keep to."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def print_run(console: Console, run: Run) -> None:
     """All figures of one run."""
     m, s = run.metrics, run.system
