@@ -289,7 +289,7 @@ class Server:
             prepared = [generator.prepare(job) for job in jobs]
             await generator.run(iter(prepared), ClosedLoop(len(jobs)))
         finally:
-            await client.close()
+            client.close()
         return generator.records
 
     def _hop_sums(self) -> dict[str, tuple[float, float]]:
