@@ -203,11 +203,12 @@ class HttpClient:
         )
         await self._request(head.encode("latin-1") + body, timeout, exchange)
 
-    def close(self) -> None:
-        """Drop the idle connections; to be called inside the loop, since an open one keeps uvloop from closing."""
+    async def close(self) -> None:
+        """Drop the idle connections. One left open would keep uvloop's loop from closing."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
+        await asyncio.sleep(0)  # the transports' last callbacks
 
     async def _request(self, payload: bytes, timeout: float, exchange: Exchange) -> None:
         deadline = exchange.sent + timeout

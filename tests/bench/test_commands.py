@@ -196,11 +196,9 @@ def test_ctrl_c_reports_what_there_is(capsys: pytest.CaptureFixture[str]) -> Non
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "plot.svg"
     with FakeOpenAI(model="a") as one, FakeOpenAI(fake.pairs, model="b") as two:
-        status = main(
-            ["bench", "compare", "--server", f"one={one.url}", "--server", f"two={two.url}", "--rounds", "2"]
-            + ["--sweep", "concurrency=1,2", "--num-requests", "3", "--output-tokens", "4", "--json", str(file)]
-            + ["--plot", str(picture)]
-        )
+        servers = ["--server", f"one={one.url}", "--server", f"two={two.url}", "--rounds", "2"]
+        load = ["--sweep", "concurrency=1,2", "--num-requests", "3", "--output-tokens", "4"]
+        status = main(["bench", "compare", *servers, *load, "--json", str(file), "--plot", str(picture)])
         sent = [sorted(tuple(call.body["prompt"]) for call in server.calls) for server in (one, two)]
     assert status == 0
     assert sent[0] == sent[1]
