@@ -203,12 +203,11 @@ class HttpClient:
         )
         await self._request(head.encode("latin-1") + body, timeout, exchange)
 
-    async def close(self) -> None:
-        """Drop the idle connections. One left open would keep uvloop's loop from closing."""
+    def close(self) -> None:
+        """Drop the idle connections; called inside the loop, since one left open would keep uvloop from closing."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # the transports' last callbacks
 
     async def _request(self, payload: bytes, timeout: float, exchange: Exchange) -> None:
         deadline = exchange.sent + timeout

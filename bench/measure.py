@@ -97,7 +97,7 @@ async def _measure(
         ticker.cancel()
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        await client.close()
+        client.close()
     records = generator.records
     return Run(
         point=point,
@@ -151,7 +151,7 @@ async def _ask_once(endpoint: Endpoint, builder: BodyBuilder, job: Job, timeout:
     client = HttpClient(endpoint)
     generator = LoadGenerator(client, builder, timeout=timeout)
     await generator.run(iter([generator.prepare(job)]), ClosedLoop(1))
-    await client.close()
+    client.close()
     return generator.records[0]
 
 
@@ -182,7 +182,7 @@ async def _find_model(endpoint: Endpoint, wait: float, timeout: float, check: Ca
                 raise ServerUnusable(f"{endpoint.url}/models: {failure.kind.replace('_', ' ')}: {failure.message}")
             await asyncio.sleep(0.02)
     finally:
-        await client.close()
+        client.close()
 
 
 def _first_model(endpoint: Endpoint, exchange: Exchange) -> str:

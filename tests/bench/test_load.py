@@ -34,7 +34,7 @@ def load(
 
     async def run() -> None:
         await generator.run(prepared(generator, count), pace, duration)
-        await client.close()
+        client.close()
 
     uvloop.run(run())
     return generator.records, client
@@ -46,7 +46,7 @@ def converse(url: str, job: Job) -> list[RequestRecord]:
 
     async def run() -> None:
         await generator.run(iter([generator.prepare(job)]), ClosedLoop(1))
-        await client.close()
+        client.close()
 
     uvloop.run(run())
     return generator.records
@@ -215,7 +215,7 @@ def test_stopping_records_what_was_in_flight() -> None:
             await asyncio.sleep(0.01)
         generator.stop()
         await running
-        await client.close()
+        client.close()
 
     with FakeOpenAI(fake.good, fake.hang, fake.hang, fake.hang) as server:
         client = HttpClient(Endpoint.parse(server.url))
@@ -231,7 +231,7 @@ def test_headers() -> None:
 
         async def run() -> None:
             await client.post("/completions", b'{"max_tokens": 1}', 20.0, Exchange(time.perf_counter()))
-            await client.close()
+            client.close()
 
         uvloop.run(run())
         assert server.calls[0].headers["authorization"] == "Bearer secret"
