@@ -103,8 +103,9 @@ def notes(run: Run) -> list[str]:
 
 def print_overview(console: Console, runs: Sequence[Run]) -> None:
     """A sweep in one table."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "ok", "failed", "req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"):
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("ok", "failed", "req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"):
         table.add_column(name, justify="right")
     for run in runs:
         m = run.metrics

@@ -63,6 +63,20 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run["system"]["client_cores"] > 0
 
 
+@pytest.mark.parametrize("command", ["serve", "compare", "startup", "offline"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", command, "--help"])
+    assert f"usage: ringserve bench {command}" in capsys.readouterr().out
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {command} " in out for command in ("serve", "compare", "startup", "offline"))
+
+
 def test_the_same_seed_asks_the_same() -> None:
     prompts = []
     for seed in ("1", "1", "2"):
