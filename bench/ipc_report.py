@@ -36,13 +36,18 @@ _RATES = {
 }
 
 
-def sheets(results: Results) -> Iterator[Sheet]:
-    """All tables."""
+WIDE = 150
+"""Characters of a terminal that takes all sizes side by side."""
+
+
+def sheets(results: Results, wide: bool) -> Iterator[Sheet]:
+    """All tables; ``wide``: the sizes side by side."""
     for family, title in _FAMILIES.items():
         cells = [cell for cell in results.latencies if cell.family == family]
         for placement in dict.fromkeys(cell.placement for cell in cells):
             chosen = [cell for cell in cells if cell.placement == placement]
-            yield _latency_sheet(f"{title}, {_PLACES[placement]}", chosen)
+            layout = _latency_sheet if wide else _long_latency_sheet
+            yield layout(f"{title}, {_PLACES[placement]}", chosen)
     for family, title in _RATES.items():
         rates = [cell for cell in results.rates if cell.family == family]
         if rates:
@@ -79,8 +84,23 @@ def _latency_sheet(title: str, cells: Sequence[Latency]) -> Sheet:
     return Sheet(title, tuple(columns), tuple(rows))
 
 
+def _long_latency_sheet(title: str, cells: Sequence[Latency]) -> Sheet:
+    rows = tuple(
+        (
+            cell.transport,
+            size_name(cell.size),
+            _number(cell.p50_us),
+            _number(cell.p99_us),
+            _number(cell.p999_us),
+            _ratio(cell.ratio),
+        )
+        for cell in sorted(cells, key=lambda cell: cell.size)
+    )
+    return Sheet(title, ("", "message", "p50", "p99", "p99.9", f"to {BASELINE}"), rows)
+
+
 def _rate_sheet(title: str, cells: Sequence[Rate]) -> Sheet:
-    columns = ("", "messages", "per second", f"to {BASELINE}", "CPU us each", f"to {BASELINE}", "doorbells each")
+    columns = ("", "message", "per second", f"to {BASELINE}", "CPU us", f"to {BASELINE}", "doorbells")
     rows = tuple(
         (
             cell.transport,
@@ -115,10 +135,11 @@ def _optional(value: float | None, text: Callable[[float], str]) -> str:
 
 def print_results(console: Console, results: Results) -> None:
     """To a terminal."""
-    for sheet in sheets(results):
-        table = Table(title=sheet.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for sheet in sheets(results, console.width >= WIDE):
+        console.print(sheet.title, style="bold", highlight=False)
+        table = Table(box=None, padding=(0, 2, 0, 0))
         for number, column in enumerate(sheet.columns):
-            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number > 0)
         for row in sheet.rows:
             table.add_row(*row, style="bold" if row[0] == "ring" else None)
         console.print(table)
@@ -131,7 +152,7 @@ def markdown(results: Results, machine: str) -> str:
     """For documentation."""
     lines = [machine, ""]
     lines += [f"* {note}" for note in results.notes]
-    for sheet in sheets(results):
+    for sheet in sheets(results, wide=True):
         lines += ["", f"**{sheet.title}**", "", _row(sheet.columns)]
         lines.append("|---|" + "---:|" * (len(sheet.columns) - 1))
         lines += [_row(row) for row in sheet.rows]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ringserve.bench.ipc_links import BASELINE
+from ringserve.bench.ipc_links import BASELINE, LINKS
 
 Placement = Literal["unpinned", "shared", "separate"]
 
@@ -97,6 +97,9 @@ def with_ratios(results: Results) -> Results:
         cpu_ratio = _ratio(cell.rounds_cpu_us, base.rounds_cpu_us) if base else None
         rates.append(msgspec.structs.replace(cell, ratio=ratio, cpu_ratio=cpu_ratio))
     filled = Results(latencies=latencies, rates=rates, idle=results.idle, notes=results.notes)
+    order = list(LINKS)
+    latencies.sort(key=lambda cell: order.index(cell.transport))
+    rates.sort(key=lambda cell: order.index(cell.transport))
     filled.targets = list(_targets(filled))
     return filled
 
