@@ -241,12 +241,13 @@ def _print(console: Console, live: Live) -> None:
     table = Table(title="A step's way, microseconds", title_justify="left", box=None, padding=(0, 2, 0, 0))
     _columns(table, "", "mean", "p50", "p99")
     for hop in live.hops:
-        waiting = " (waits for the step before)" if hop.name in QUEUED else ""
+        waiting = " *" if hop.name in QUEUED else ""
         table.add_row(hop.name + waiting, *(f"{value:,.0f}" for value in (hop.mean_us, hop.p50_us, hop.p99_us)))
     console.print(table)
+    console.print("* waits for the step before it: two are in flight, so this is no time lost", style="dim")
     if live.rings:
         table = Table(title="\nRings", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        _columns(table, "", "messages", "per token", "bytes per token", "doorbells per message")
+        _columns(table, "", "messages", "/token", "bytes/token", "doorbells/message")
         for ring in live.rings:
             row: tuple[Any, ...] = (ring.messages_per_token, ring.bytes_per_token, ring.doorbells_per_message)
             table.add_row(ring.name, f"{ring.messages:,}", *(f"{value:.2f}" for value in row))
