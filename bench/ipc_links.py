@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from ringserve.bench import ipc_iceoryx
 from ringserve.shm import (
     MAX_SPIN_US,
     Consumer,
@@ -353,10 +354,14 @@ def unix_link() -> Link:
 # ------------------------------------------------------------------------------------------------- others
 
 
+FIFO_SIZE = 8 << 20
+FIFO_BURST = FIFO_SIZE // 4
+
+
 def _faster_fifo_link() -> Link:
     faster_fifo = importlib.import_module("faster_fifo")
     importlib.import_module("faster_fifo_reduction")  # makes its queues picklable
-    forth, back = (faster_fifo.Queue(max_size_bytes=8 << 20) for _ in range(2))
+    forth, back = (faster_fifo.Queue(max_size_bytes=FIFO_SIZE) for _ in range(2))
     return Link(FasterFifoSpec(back, forth), FasterFifoSpec(forth, back), lambda: None)
 
 
@@ -374,7 +379,11 @@ class FasterFifoEnd:
         self._spec = spec
 
     def send(self, messages: Sequence[bytes]) -> None:
-        self._spec.outgoing.put_many(messages, timeout=60.0)
+        if sum(map(len, messages)) <= FIFO_BURST:
+            self._spec.outgoing.put_many(messages, timeout=60.0)
+            return
+        for data in messages:  # a burst must fit as a whole
+            self._spec.outgoing.put(data, timeout=60.0)
 
     def receive(self) -> list[bytes]:
         return list(self._spec.incoming.get_many(block=True, timeout=600.0, max_messages_to_get=64))
@@ -384,6 +393,11 @@ class FasterFifoEnd:
 
     def close(self) -> None:
         self._spec.outgoing.close()
+
+
+def _iceoryx_link() -> Link:
+    near, far = ipc_iceoryx.specs()
+    return Link(near, far, lambda: None)
 
 
 BASELINE = "pyzmq"
@@ -396,6 +410,7 @@ LINKS: dict[str, tuple[str | None, Callable[[], Link]]] = {
     "mp.Queue": (None, _queue_link),
     "mp.Pipe": (None, _pipe_link),
     "unix": (None, unix_link),
+    "iceoryx2": ("iceoryx2", _iceoryx_link),
     "faster-fifo": ("faster_fifo", _faster_fifo_link),
 }
 """(module that must be importable, constructor); "ring-spin" may spin 20 us before it sleeps, "socket" is our
