@@ -81,7 +81,7 @@ class IceoryxEnd:
         return messages
 
     def _take(self) -> list[bytes]:
-        messages = []
+        messages: list[bytes] = []
         while len(messages) < 64 and (sample := self._subscriber.receive()) is not None:
             messages.append(bytes(sample.payload().as_memory_view()))
             sample.delete()

@@ -252,8 +252,7 @@ static int spin(Bell *bell, PyObject *consumers, PyObject *producers) {
             bell->vain_spins = 0;
             return ready;
         }
-        for (int i = 0; i < 8; i++)
-            relax();
+        relax();
     } while (nanoseconds_since(start) < bell->spin_ns);
     if (++bell->vain_spins == VAIN_SPINS) { /* as on a shared core, where spinning keeps the neighbour from running */
         bell->vain_spins = 0;
