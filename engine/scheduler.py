@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Literal
 
+from ringserve.config import SchedulerConfig
 from ringserve.engine import scheduler_integrity as integrity
 from ringserve.engine.kv_manager import KVManager
+from ringserve.engine.prefix_sharing import PrefixSharing
 from ringserve.engine.scheduler_outputs import (
     LogprobEntry,
     OutputBatch,
@@ -54,10 +56,14 @@ from ringserve.messages import (
 class Scheduler:
     """Queues, policy and page accounting of one executor."""
 
-    def __init__(self, ready: ExecutorReady, max_steps_in_flight: int = 2) -> None:
+    def __init__(
+        self, ready: ExecutorReady, config: SchedulerConfig | None = None, max_steps_in_flight: int = 2
+    ) -> None:
+        config = config if config is not None else SchedulerConfig()
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
             raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
         self._kv = KVManager(ready.num_pages, ready.page_size)
+        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching)
         self._max_num_seqs = ready.max_num_seqs
         self._max_num_batched_tokens = ready.max_num_batched_tokens
         self._max_steps_in_flight = max_steps_in_flight
@@ -205,33 +211,42 @@ class Scheduler:
         All pages of the tokens known so far are taken at once, so that a prompt once begun is never stuck half-way.
         Every running sequence will soon want another page: unless nothing runs, one for each stays free, or the
         newcomer would be preempted again at once (and a victim admitted again in the step that threw it out).
+        What the prefix cache has is not computed again.
         """
         while self._waiting and self._free_slots and plan.budget > 0:
             sequence = next(iter(self._waiting))
             if sequence.num_pending_tokens:
                 return
+            cached = self._prefixes.lookup(sequence)
+            if cached is None:
+                return
             num_known_tokens = sequence.num_known_tokens
             headroom = len(self._running) + 1 if self._running else 0
-            if self._kv.pages_for(num_known_tokens) + headroom > self._kv.num_free_pages:
+            num_new_pages = self._kv.pages_for(num_known_tokens) - len(cached)
+            if num_new_pages + self._kv.num_idle(cached) + headroom > self._kv.num_free_pages:
                 return
-            pages = self._kv.grow(sequence.block_table, num_known_tokens)
-            if pages is None:
-                return
+            self._kv.share(cached)
+            sequence.block_table.extend(cached)
+            new = self._kv.grow(sequence.block_table, num_known_tokens)
+            if new is None:
+                raise AssertionError("pages that were counted as free are not")
+            self._prefixes.start(sequence, cached)
             del self._waiting[sequence]
             self._running[sequence] = None
             sequence.status = SequenceStatus.RUNNING
             sequence.slot = self._free_slots.pop()
-            plan.admitted.append(sequence)
-            plan.add(sequence, min(num_known_tokens, plan.budget), pages)
+            plan.admitted[sequence] = sequence.num_computed_tokens
+            plan.add(sequence, min(num_known_tokens - sequence.num_computed_tokens, plan.budget), cached + new)
 
     def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
         rows = []
         for sequence, num_tokens in plan.num_tokens.items():
             sequence.num_computed_tokens += num_tokens
+            self._prefixes.register(sequence)
             samples = sequence.num_computed_tokens == sequence.num_known_tokens
             rows.append(PlannedRow(sequence, sequence.slot, num_tokens, samples))
         new_sequences = []
-        for sequence in plan.admitted:
+        for sequence, num_cached_tokens in plan.admitted.items():
             request = sequence.request
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
             new_sequences.append(
@@ -239,7 +254,7 @@ class Scheduler:
                     slot=sequence.slot,
                     token_ids=request.prompt_token_ids + sequence.output_token_ids.tobytes(),
                     num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=0,
+                    num_computed_tokens=num_cached_tokens,
                     choice=sequence.choice,
                     sampling=sequence.sampling,
                     max_tokens=min(request.max_tokens, request.max_total_tokens - request.num_prompt_tokens),
@@ -356,6 +371,8 @@ class Scheduler:
     def _leave_executor(self, sequence: Sequence) -> None:
         """Give slot and pages back. The executor hears of the slot with the next step."""
         del self._running[sequence]
+        self._prefixes.register(sequence)
+        self._prefixes.leave(sequence)
         self._kv.release(sequence.block_table)
         self._freed_slots.append(sequence.slot)
         self._free_slots.append(sequence.slot)
@@ -376,7 +393,9 @@ class Scheduler:
             sequence.started = True
             # One that ended before it was ever scheduled has waited for nothing.
             first_scheduled_ns = sequence.first_scheduled_ns or request.queued_ns
-            start = SequenceStart(-1, request.queued_ns, first_scheduled_ns, 0, sequence.num_preemptions)
+            start = SequenceStart(
+                -1, request.queued_ns, first_scheduled_ns, sequence.num_cached_tokens, sequence.num_preemptions
+            )
         self._outputs.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, start, finish))
 
     def _forward_prompt_logprobs(self, sequence: Sequence, start: int, columns: LogprobColumns) -> None:
@@ -405,6 +424,8 @@ class Scheduler:
             preempted_tokens=self._preempted_tokens,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_prefix_queries=self._prefixes.num_queries,
+            num_prefix_hits=self._prefixes.num_hits,
         )
 
     def check_integrity(self) -> list[str]:
@@ -412,6 +433,7 @@ class Scheduler:
         running, waiting = self._running, self._waiting
         return [
             *self._kv.check_integrity(sequence.block_table for sequence in running),
+            *self._prefixes.check_integrity(running),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
             *integrity.check_slots(running, self._free_slots, self._max_num_seqs),

@@ -17,7 +17,8 @@ class StepPlan:
     """Tokens that may still be added."""
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
-    admitted: list[Sequence] = field(default_factory=list)
+    admitted: dict[Sequence, int] = field(default_factory=dict)
+    """Sequences that start, with the tokens whose keys and values they find in their pages."""
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens

@@ -93,6 +93,7 @@ class RequestAdmission:
             priority=request.priority,
             resumed=resumed,
             received_ns=request.received_ns,
+            cache_salt=request.cache_salt,
         )
         return AdmittedRequest(
             prompt=prompt,

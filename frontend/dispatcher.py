@@ -62,6 +62,7 @@ class Plan:
     max_tokens: int | None
     priority: int
     received_ns: int
+    cache_salt: str = ""
 
 
 @dataclass(eq=False)
@@ -123,6 +124,7 @@ class Dispatcher:
                 priority=plan.priority,
                 received_ns=plan.received_ns,
                 sent_ns=time.monotonic_ns(),
+                cache_salt=plan.cache_salt,
             )
             self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))

@@ -88,6 +88,9 @@ class SchedulerConfig(_Group, frozen=True):
             "Default: the device's (256 on CPUs)."
         ),
     ] = None
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the keys and values of prompts that begin like one computed before.")
+    ] = True
 
 
 class FrontendConfig(_Group, frozen=True):
