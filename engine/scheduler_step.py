@@ -25,6 +25,13 @@ class StepPlan:
         self.new_pages[sequence] = new_pages
         self.budget -= num_tokens
 
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that ran before loses its part in the step, if it had one."""
+        if sequence in self.admitted:
+            raise AssertionError(f"{sequence} was admitted and thrown out in the same step")
+        self.budget += self.num_tokens.pop(sequence, 0)
+        self.new_pages.pop(sequence, None)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:

@@ -47,6 +47,8 @@ class Request:
     max_total_tokens: int
     """Prompt and generated tokens together, where generation ends at the latest."""
     queued_ns: int
+    priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     """Pages are shared among requests with the same salt only."""
     prompt_page_keys: list[PageKey] = field(default_factory=list)
@@ -69,6 +71,8 @@ class Request:
             # With max_tokens == 0 the step that ends the prompt is awaited like one that samples, and yields nothing.
             max_total_tokens=min(num_prompt_tokens + max(message.max_tokens, 1), max_model_len),
             queued_ns=now_ns,
+            priority=message.priority,
+            tenant=message.tenant,
             cache_salt=message.cache_salt,
         )
 
@@ -80,7 +84,9 @@ class Sequence:
     request: Request
     choice: int
     arrival: int
-    """Place in the queue, kept for life: smaller came first."""
+    """Smaller came first."""
+    rank: tuple[float, int] = (0.0, 0)
+    """Its place among the others, where the policy gives it one for life."""
     output_token_ids: array[int] = field(default_factory=lambda: array("i"))
     """Generated tokens whose results are back (or that the request entered with)."""
     status: SequenceStatus = SequenceStatus.WAITING

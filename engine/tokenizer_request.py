@@ -94,6 +94,7 @@ class RequestAdmission:
             resumed=resumed,
             received_ns=request.received_ns,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
         )
         return AdmittedRequest(
             prompt=prompt,

@@ -63,6 +63,7 @@ class Plan:
     priority: int
     received_ns: int
     cache_salt: str = ""
+    tenant: str = ""
 
 
 @dataclass(eq=False)
@@ -125,6 +126,7 @@ class Dispatcher:
                 received_ns=plan.received_ns,
                 sent_ns=time.monotonic_ns(),
                 cache_salt=plan.cache_salt,
+                tenant=plan.tenant,
             )
             self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))

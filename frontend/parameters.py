@@ -87,7 +87,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     {
-        "user",
         "store",
         "metadata",
         "service_tier",

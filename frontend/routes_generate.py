@@ -40,6 +40,7 @@ class GenerateRoutes:
             priority=validation.priority(body),
             received_ns=exchange_of(request.scope).received_ns,
             cache_salt=validation.cache_salt(body),
+            tenant=validation.tenant(body, exchange_of(request.scope).tenant),
         )
         options = AnswerOptions(logprobs, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "chatcmpl", ChatFormat(options))
@@ -65,6 +66,7 @@ class GenerateRoutes:
             priority=validation.priority(body),
             received_ns=exchange_of(request.scope).received_ns,
             cache_salt=validation.cache_salt(body),
+            tenant=validation.tenant(body, exchange_of(request.scope).tenant),
         )
         options = AnswerOptions(logprobs, echo=echo, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "cmpl", CompletionFormat(options))

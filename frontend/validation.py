@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096
 """What all streams wait for while it is prepared and searched for must be bounded."""
 MAX_SALT_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 256
 _I32_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
@@ -142,6 +143,11 @@ def cache_salt(body: GenerationBody) -> str:
     if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
         raise invalid(f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters, got {len(salt)}.", "cache_salt")
     return salt
+
+
+def tenant(body: GenerationBody, known: str | None) -> str:
+    """On whose account it runs: what is ``known`` from outside the body, else ``user``; cut to a bounded length."""
+    return (known if known is not None else body.user or "")[:MAX_TENANT_CHARACTERS]
 
 
 def stream_options(body: GenerationBody) -> StreamOptions:

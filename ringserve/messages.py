@@ -249,6 +249,8 @@ class GenerateRequest(Message, frozen=True):
     sent_ns: int = 0
     cache_salt: str = ""
     """Keys and values are shared among requests with the same salt only."""
+    tenant: str = ""
+    """On whose account it runs."""
 
 
 class TokenizeRequest(Message, frozen=True):
@@ -297,6 +299,7 @@ class TokenizedRequest(Message, frozen=True):
     sent_ns: int = 0
     """Tokenizer."""
     cache_salt: str = ""
+    tenant: str = ""
 
 
 FrontendMessage = GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity

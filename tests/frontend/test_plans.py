@@ -31,6 +31,7 @@ def test_defaults_are_the_models(plan: Any) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 0, 0.0)
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.repetition_penalty) == (-1, -1, 1.0)
     assert (request.n, request.priority, request.resumed, request.cache_salt) == (1, 0, (), "")
+    assert request.tenant == ""
     assert request.received_ns <= request.sent_ns
     again = plan("/v1/chat/completions", chat_body())
     assert again.sampling.seed != sampling.seed  # drawn here
@@ -65,6 +66,7 @@ def test_what_is_given_travels(plan: Any) -> None:
         "skip_special_tokens": False,
         "priority": -5,
         "cache_salt": "ours",
+        "user": "eve" * 100,
         "n": 2,
     }
     request = plan("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "echo": True, **more})
@@ -78,6 +80,7 @@ def test_what_is_given_travels(plan: Any) -> None:
     assert (output.stop, output.include_stop_str_in_output) == (("x",), True)
     assert (output.skip_special_tokens, output.echo) == (False, True)
     assert (request.n, request.priority, request.cache_salt) == (2, -5, "ours")
+    assert request.tenant == ("eve" * 100)[:256]
 
 
 def test_conversations(plan: Any) -> None:

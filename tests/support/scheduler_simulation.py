@@ -82,6 +82,8 @@ def make_request(
     family: int | None = None,
     num_shared_tokens: int = 0,
     cache_salt: str = "",
+    priority: int = 0,
+    tenant: str = "",
 ) -> TokenizedRequest:
     """A request whose prompt and seed follow from its id; the prompts of a ``family`` begin with the same tokens."""
     sources = [family if family is not None and i < num_shared_tokens else request_id for i in range(num_prompt_tokens)]
@@ -95,7 +97,15 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
     )
     return TokenizedRequest(
-        request_id, pack_i32(prompt), sampling, n, max_tokens, resumed=resumed, cache_salt=cache_salt
+        request_id,
+        pack_i32(prompt),
+        sampling,
+        n,
+        max_tokens,
+        priority=priority,
+        resumed=resumed,
+        cache_salt=cache_salt,
+        tenant=tenant,
     )
 
 
