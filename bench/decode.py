@@ -11,7 +11,6 @@ without requests uses no CPU.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -22,13 +21,19 @@ from typing import Any
 
 import httpx
 import torch
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 
+from ringserve.bench.bodies import BodyBuilder
+from ringserve.bench.http_client import Endpoint, HttpClient
+from ringserve.bench.load import ClosedLoop, LoadGenerator
 from ringserve.bench.machine import OtherLoad, describe, tree_seconds
+from ringserve.bench.metrics import inter_token_latencies, percentile
+from ringserve.bench.prompts import Job, Turn
+from ringserve.bench.records import RequestRecord
 from ringserve.bench.server import BenchServer
-from ringserve.bench.sse_client import Stream, stream_completion
 from ringserve.engine.gguf_weights import load_llama, open_gguf
 from ringserve.model_source import resolve_model
 
@@ -49,13 +54,16 @@ def main() -> int:
     prompts = torch.randint(1000, 40000, (options.requests, options.prompt_tokens), generator=generator).tolist()
     console = Console(stderr=True)
     with (
-        BenchServer("--dtype", options.dtype, "--threads", str(options.threads)) as server,
+        # The rounds repeat their prompts, which transformers computes anew each time.
+        BenchServer(
+            "--dtype", options.dtype, "--threads", str(options.threads), "--no-enable-prefix-caching"
+        ) as server,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("warming up", total=2 * options.rounds + 1)
         plain = PlainTransformers(options.dtype, options.threads)
         plain.answer(prompts[:1], 8)
-        asyncio.run(ask_all(server, prompts, 8))
+        uvloop.run(ask_all(server, prompts, 8))
         progress.advance(task)
         plain_rates, served_rates, streams, hops, others = [], [], [], [], []
         for _ in range(options.rounds):
@@ -65,11 +73,12 @@ def main() -> int:
             progress.update(task, description="ringserve")
             before, load, own = hop_sums(server.url), OtherLoad(), time.process_time() + tree_seconds(server.pids())
             started = time.perf_counter()
-            streams += asyncio.run(ask_all(server, prompts, options.output_tokens))
+            streams += uvloop.run(ask_all(server, prompts, options.output_tokens))
             served_rates.append(options.requests * options.output_tokens / (time.perf_counter() - started))
             others.append(load.cores(time.process_time() + tree_seconds(server.pids()) - own))
             hops.append(difference(before, hop_sums(server.url)))
             progress.advance(task)
+    gaps = [gap for stream in streams for gap in inter_token_latencies(stream)]
     result = {
         "command": " ".join(["python -P -m ringserve.bench.decode", *sys.argv[1:]]),
         "machine": describe(),
@@ -81,9 +90,9 @@ def main() -> int:
             "ringserve": statistics.median(served_rates),
             "ratio": statistics.median(served_rates) / statistics.median(plain_rates),
         },
-        "ttft_ms_p50": statistics.median(stream.arrivals[0] - stream.sent for stream in streams) * 1e3,
-        "itl_ms_p50": statistics.median(gap for stream in streams for gap in gaps(stream)) * 1e3,
-        "itl_ms_p99": percentile([gap for stream in streams for gap in gaps(stream)], 0.99) * 1e3,
+        "ttft_ms_p50": statistics.median(stream.chunk_times[0] - stream.sent for stream in streams) * 1e3,
+        "itl_ms_p50": percentile(gaps, 0.5) * 1e3,
+        "itl_ms_p99": percentile(gaps, 0.99) * 1e3,
         "hops_us_per_step": mean_of(hops),
         "other_processes_cores": others,
     }
@@ -123,27 +132,19 @@ class PlainTransformers:
         return len(prompts) * output_tokens / (time.perf_counter() - started)
 
 
-async def ask_all(server: BenchServer, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Stream]:
+async def ask_all(server: BenchServer, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[RequestRecord]:
     """All prompts at once."""
-    body = {"model": server.model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
-    streams = await asyncio.gather(
-        *(stream_completion(server.host, server.port, {**body, "prompt": prompt}) for prompt in prompts)
-    )
-    for stream in streams:
-        assert stream.usage is not None
-        assert stream.usage["completion_tokens"] == output_tokens
-    return list(streams)
-
-
-def gaps(stream: Stream) -> list[float]:
-    """Seconds between a stream's chunks."""
-    return [later - earlier for earlier, later in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """Nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+    client = HttpClient(Endpoint.parse(server.url))
+    builder = BodyBuilder("completions", server.model, parameters={"temperature": 0, "ignore_eos": True})
+    generator = LoadGenerator(client, builder, timeout=600.0)
+    jobs = [generator.prepare(Job((Turn(list(prompt), output_tokens),))) for prompt in prompts]
+    await generator.run(iter(jobs), ClosedLoop(len(jobs)))
+    client.close()
+    for record in generator.records:
+        assert record.failure is None, record.failure
+        assert record.usage is not None
+        assert record.usage.completion_tokens == output_tokens
+    return generator.records
 
 
 def hop_sums(url: str) -> dict[str, tuple[float, float]]:

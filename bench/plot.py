@@ -49,8 +49,8 @@ def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
                 axes.annotate(value, (at, height), textcoords="offset points", xytext=(5, -10), fontsize=8)
         axes.set_xlabel("output tokens/s")
         axes.set_ylabel(f"{name}, ms (p50, bar to p99)")
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.05)
         axes.grid(alpha=0.3)
         if axes.has_data() and len(series) > 1:
             axes.legend()

@@ -18,6 +18,12 @@ from ringserve.bench.system_use import NOTEWORTHY_CORES
 from ringserve.options import OptionError
 
 
+def wide_console() -> Console:
+    """Standard output; a file or a pipe has no width to keep to."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def print_run(console: Console, run: Run) -> None:
     """All figures of one run."""
     m, s = run.metrics, run.system
@@ -97,8 +103,9 @@ def notes(run: Run) -> list[str]:
 
 def print_overview(console: Console, runs: Sequence[Run]) -> None:
     """A sweep in one table."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "ok", "failed", "req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"):
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("ok", "failed", "req/s", "out tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50"):
         table.add_column(name, justify="right")
     for run in runs:
         m = run.metrics

@@ -16,7 +16,7 @@ from ringserve.bench.measure import Run, ServerUnusable, find_model, measure
 from ringserve.bench.plot import check_plot, plot
 from ringserve.bench.processes import ProcessTree, find_server
 from ringserve.bench.prompts import DatasetError
-from ringserve.bench.report import check_writable, document, print_overview, print_run, write_json
+from ringserve.bench.report import check_writable, document, print_overview, print_run, wide_console, write_json
 from ringserve.options import OptionError
 
 
@@ -49,7 +49,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         endpoint = Endpoint.parse(given.url, given.api_key)
     except ValueError as error:
         raise OptionError(f"--url: {error}") from None
-    console, errors = Console(), Console(stderr=True)
+    console, errors = wide_console(), Console(stderr=True)
     runs: list[Run] = []
     server: ProcessTree | None = None
     model = given.model

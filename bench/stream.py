@@ -15,7 +15,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -32,7 +32,7 @@ class _Choice(msgspec.Struct):
             return None
         if delta.content:
             return delta.content
-        return "" if delta.reasoning_content or delta.reasoning or delta.tool_calls not in (None, b"null") else None
+        return "" if delta.reasoning_content or delta.reasoning or delta.tool_calls else None
 
 
 class _Chunk(msgspec.Struct):

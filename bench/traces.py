@@ -79,7 +79,7 @@ def read_azure(path: Path) -> list[Arrival]:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace as jobs; requests longer than the limits are cut to them, and counted."""
+    """A trace as jobs; requests longer than the limits are cut to them."""
 
     path: Path
     form: Literal["mooncake", "azure"]

@@ -165,6 +165,8 @@ class SchedulerActor:
         scheduler = self._scheduler
         if scheduler is None:
             return IntegrityReport(message.request_id, (), 0, 0, 0, message.tokenizer_requests, 0)
+        # What aborts of the same batch came to; their routes end with it.
+        self._send_outputs(scheduler, scheduler.take_outputs(), None, frozenset())
         stats = scheduler.stats()
         problems = scheduler.check_integrity()
         problems += [

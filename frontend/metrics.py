@@ -14,6 +14,7 @@ from itertools import pairwise
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ringserve.frontend import buckets
+from ringserve.frontend.ring_metrics import RingMetrics
 from ringserve.messages import (
     EngineStats,
     ExecutorReady,
@@ -23,6 +24,7 @@ from ringserve.messages import (
     TextOutputs,
     TextStart,
 )
+from ringserve.shm import DoorbellObserver, RingObserver
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -113,6 +115,10 @@ class Metrics:
         self._stages = {stage: stages.labels(*self._values, stage) for stage in _STAGES}
         info = Gauge("ringserve_build_info", "Version.", (*_LABELS, "version"), registry=self._registry)
         info.labels(*self._values, version).set(1)
+
+    def observe(self, observers: Sequence[RingObserver | DoorbellObserver]) -> None:
+        """Show these rings and doorbells too."""
+        self._registry.register(RingMetrics(observers, _LABELS, self._values))
 
     def on_ready(self, ready: ExecutorReady) -> None:
         """Histograms whose buckets depend on the model, and the cache's description."""

@@ -44,6 +44,7 @@ class FrontendActor:
         self._settings = settings
         self._report = context.report
         self.metrics = Metrics(settings.model_name, settings.version)
+        self.metrics.observe(context.observers)
         self.dispatcher = Dispatcher(settings, context.outboxes["tokenizer-0"], context.flush_soon, self.metrics)
         self._app = build_app(Service(settings, self.dispatcher, self.metrics, stream_settings))
         self._stop_requested = asyncio.Event()

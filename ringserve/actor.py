@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ringserve.messages import SupervisorInbound
-from ringserve.shm import Doorbell, DoorbellHandle, PeerDied, Phase, Receiver, Sender, ShmError, open_pidfd
+from ringserve.shm import (
+    Doorbell,
+    DoorbellHandle,
+    DoorbellObserver,
+    PeerDied,
+    Phase,
+    Receiver,
+    RingObserver,
+    Sender,
+    ShmError,
+    open_pidfd,
+)
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -41,6 +52,8 @@ class ActorContext:
     """Tell the supervisor (start-up progress, started, cannot start)."""
     flush_soon: Callable[[], None]
     """Messages were sent outside ``handle`` and ``act``; flush them (async actors: at the end of this loop turn)."""
+    observers: Sequence[RingObserver | DoorbellObserver] = ()
+    """The frontend's: every ring and doorbell of the server, for /metrics."""
 
 
 class BlockingActor(Protocol):

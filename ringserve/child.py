@@ -34,10 +34,12 @@ from ringserve.shm import (
     ConsumerEnd,
     Doorbell,
     DoorbellHandle,
+    DoorbellObserverEnd,
     PeerDied,
     Producer,
     ProducerEnd,
     Receiver,
+    RingObserverEnd,
     Sender,
     open_pidfd,
 )
@@ -67,6 +69,10 @@ class ActorSpec:
     """To the supervisor."""
     supervisor_pid: int
     log_level: str
+    observers: tuple[RingObserverEnd | DoorbellObserverEnd, ...] = ()
+    """The frontend's: what /metrics shows."""
+    spin_us: int = 0
+    """How long a blocking actor may look around before it sleeps."""
 
 
 def run_actor(spec: ActorSpec) -> NoReturn:
@@ -85,6 +91,7 @@ def run_actor(spec: ActorSpec) -> NoReturn:
         if spec.on_loop:
             _run_on_loop(spec, mailbox)
         else:
+            mailbox.doorbell.allow_spin(spec.spin_us)
             context = _context(spec, mailbox, mailbox.flush)
             run_blocking(importlib.import_module(spec.module).create(context), mailbox)
     except PeerDied as error:
@@ -134,7 +141,10 @@ def _context(spec: ActorSpec, mailbox: Mailbox, flush_soon: Any) -> ActorContext
         except BrokenPipeError:
             logger.debug("the supervisor is gone")
 
-    return ActorContext(spec.role, spec.settings, mailbox.senders, report, flush_soon)
+    observers = tuple(end.attach() for end in spec.observers)
+    for end in spec.observers:
+        end.close()
+    return ActorContext(spec.role, spec.settings, mailbox.senders, report, flush_soon, observers)
 
 
 def open_mailbox(

@@ -177,6 +177,15 @@ class TransportConfig(_Group, frozen=True):
     ring_capacity: Annotated[
         int, Meta(ge=65536, le=1 << 30, description="Bytes of each ring, a power of two (suffixes K, M allowed).")
     ] = 1024 * 1024
+    ring_spin_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=20,
+            description="Microseconds that scheduler and executor may look around before they sleep; only while sleeps "
+            "are that short, and off where there are fewer processors than processes. 0: never.",
+        ),
+    ] = 0
 
 
 class LoggingConfig(_Group, frozen=True):

@@ -24,7 +24,14 @@ from ringserve.config import (
     ServeConfig,
     TokenizerSettings,
 )
-from ringserve.shm import ChannelHandle, DoorbellHandle, create_channel, create_doorbell
+from ringserve.shm import (
+    ChannelHandle,
+    DoorbellHandle,
+    DoorbellObserverEnd,
+    RingObserverEnd,
+    create_channel,
+    create_doorbell,
+)
 
 FRONTEND = "frontend-0"
 TOKENIZER = "tokenizer-0"
@@ -104,6 +111,7 @@ class Wiring:
         names = sorted({name for edge in EDGES for name in edge})
         self.doorbells: dict[str, DoorbellHandle] = {name: create_doorbell(name) for name in names}
         self._channels: dict[tuple[str, str], ChannelHandle] = {}
+        self._spin_us = worthwhile_spin(config.transport.ring_spin_us, len(names))
         for left, right in EDGES:
             for producer, consumer in ((left, right), (right, left)):
                 self._channels[producer, consumer] = create_channel(
@@ -135,7 +143,13 @@ class Wiring:
             reports=reports,
             supervisor_pid=os.getpid(),
             log_level=log_level,
+            observers=self._observers() if role.name == FRONTEND else (),
+            spin_us=self._spin_us,
         )
+
+    def _observers(self) -> tuple[RingObserverEnd | DoorbellObserverEnd, ...]:
+        rings = [channel.observer() for channel in self._channels.values()]
+        return (*(end for end in rings if end), *(doorbell.observer() for doorbell in self.doorbells.values()))
 
     def open_mailbox(self, name: str) -> Mailbox:
         """The place of ``name`` is taken by this very process."""
@@ -158,6 +172,11 @@ class Wiring:
         self.close_channels()
         for doorbell in self.doorbells.values():
             doorbell.close()
+
+
+def worthwhile_spin(wanted_us: int, processes: int) -> int:
+    """Spinning pays only where it keeps nobody from computing: 0 with fewer processors than processes."""
+    return wanted_us if len(os.sched_getaffinity(0)) >= processes else 0
 
 
 def _neighbours(name: str) -> list[str]:

@@ -11,7 +11,7 @@ C extension cannot be built, socket pairs carry the channels behind the same typ
 
 from ringserve.shm.channel import ChannelHandle, ConsumerEnd, ProducerEnd, create_channel
 from ringserve.shm.descriptors import open_pidfd
-from ringserve.shm.doorbell import Doorbell, DoorbellHandle, DoorbellStatistics, Phase, create_doorbell
+from ringserve.shm.doorbell import MAX_SPIN_US, Doorbell, DoorbellHandle, DoorbellStatistics, Phase, create_doorbell
 from ringserve.shm.errors import (
     AttachError,
     ChannelClosed,
@@ -24,12 +24,21 @@ from ringserve.shm.errors import (
     TransportUnavailable,
     WouldBlock,
 )
+from ringserve.shm.observer import (
+    DoorbellObserver,
+    DoorbellObserverEnd,
+    DoorbellReading,
+    RingObserver,
+    RingObserverEnd,
+    RingReading,
+)
 from ringserve.shm.roles import MAX_MESSAGE, Consumer, ConsumerStatistics, Producer, ProducerStatistics
 from ringserve.shm.support import Transport, extension_available, ring_unavailable_reason
 from ringserve.shm.typed import Receiver, Sender
 
 __all__ = [
     "MAX_MESSAGE",
+    "MAX_SPIN_US",
     "AttachError",
     "ChannelClosed",
     "ChannelHandle",
@@ -40,6 +49,9 @@ __all__ = [
     "CorruptFrame",
     "Doorbell",
     "DoorbellHandle",
+    "DoorbellObserver",
+    "DoorbellObserverEnd",
+    "DoorbellReading",
     "DoorbellStatistics",
     "ForkedUse",
     "MessageTooLarge",
@@ -49,6 +61,9 @@ __all__ = [
     "ProducerEnd",
     "ProducerStatistics",
     "Receiver",
+    "RingObserver",
+    "RingObserverEnd",
+    "RingReading",
     "Sender",
     "ShmError",
     "Transport",

@@ -16,7 +16,12 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { WATCHED_ON_STACK = 32 };
+enum {
+    WATCHED_ON_STACK = 32,
+    SHORT_SLEEP = 8,   /* times the allowed spin */
+    VAIN_SPINS = 64,   /* so many in a row without success, and it is given up ... */
+    SPIN_PAUSE = 4096, /* ... for so many arms */
+};
 
 static int bell_check(const Bell *bell) {
     if (bell->page == NULL) {
@@ -244,18 +249,23 @@ static int spin(Bell *bell, PyObject *consumers, PyObject *producers) {
             ready = any_ready(producers, &unused);
         if (ready != 0) {
             bell->spins += ready > 0;
+            bell->vain_spins = 0;
             return ready;
         }
-        for (int i = 0; i < 8; i++)
-            relax();
+        relax();
     } while (nanoseconds_since(start) < bell->spin_ns);
+    if (++bell->vain_spins == VAIN_SPINS) { /* as on a shared core, where spinning keeps the neighbour from running */
+        bell->vain_spins = 0;
+        bell->spin_pause = SPIN_PAUSE;
+    }
     return 0;
 }
 
-/* Spin as long as it would have paid lately: sleeps shorter than the allowed spin let it grow, longer ones shrink it to
- * nothing, so that a process that waits for a step's milliseconds, or is idle, does not spin at all. */
+/* Spin as long as it would have paid lately: short sleeps let it grow, longer ones shrink it to nothing, so that a
+ * process that waits for a step's milliseconds, or is idle, does not spin at all. A sleep counts as short up to several
+ * times the allowed spin: most of it is falling asleep and waking up, here and in the neighbour that answers. */
 static void adapt_spin(Bell *bell, uint64_t slept_ns) {
-    if (slept_ns <= bell->spin_max_ns)
+    if (slept_ns <= SHORT_SLEEP * bell->spin_max_ns)
         bell->spin_ns = bell->spin_ns == 0 ? bell->spin_max_ns / 4 : bell->spin_ns * 2;
     else
         bell->spin_ns = bell->spin_ns < bell->spin_max_ns / 4 ? 0 : bell->spin_ns / 2;
@@ -291,7 +301,11 @@ static PyObject *bell_arm(Bell *bell, PyObject *args) {
         return NULL;
     bell->arms++;
     uint64_t progress = 0;
-    int ready = bell->spin_ns == 0 ? 0 : spin(bell, consumers, producers);
+    int ready = 0;
+    if (bell->spin_pause > 0)
+        bell->spin_pause--;
+    else if (bell->spin_ns > 0)
+        ready = spin(bell, consumers, producers);
     if (ready == 0) {
         declare_asleep(bell);
         if ((ready = any_ready(consumers, &progress)) == 0)

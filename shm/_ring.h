@@ -52,6 +52,7 @@ typedef struct {
     uint64_t progress; /* of all ends at the last arm: did a wake-up lead to anything? */
     bool woken;        /* rung since the last arm */
     uint64_t spin_max_ns, spin_ns; /* allowed, and worth it at present */
+    unsigned vain_spins, spin_pause; /* in a row without success; arms until it is tried again */
 } Bell;
 extern PyTypeObject *bell_type;
 extern PyType_Spec bell_spec;

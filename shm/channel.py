@@ -15,6 +15,7 @@ from typing import Literal
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.doorbell import DoorbellHandle
 from ringserve.shm.fallback import PAGE_SIZE
+from ringserve.shm.observer import RingObserverEnd
 from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.support import Transport, choose_transport
 
@@ -122,6 +123,11 @@ class ChannelHandle:
     transport: Literal["ring", "socket"]
     producer_end: ProducerEnd
     consumer_end: ConsumerEnd
+
+    def observer(self) -> RingObserverEnd | None:
+        """For a process that shows the ring's counters; None for sockets, which have no common page."""
+        carrier = self.producer_end.carrier
+        return RingObserverEnd.of(self.name, carrier.segment.fileno()) if isinstance(carrier, RingCarrier) else None
 
     def close(self) -> None:
         """Drop the creator's descriptors: after the children were started. The channel lives in its ends' processes."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell, format_bell
+from ringserve.shm.observer import DoorbellObserverEnd
 from ringserve.shm.roles import Consumer, Producer
 from ringserve.shm.support import bell_type
 
@@ -93,6 +94,10 @@ class DoorbellHandle:
     def heartbeat_ns(self) -> int:
         """``time.monotonic_ns()`` of the owner's last beat; 0: none yet."""
         return self._mapped().words()[2]
+
+    def observer(self) -> DoorbellObserverEnd:
+        """For a process that shows the counters."""
+        return DoorbellObserverEnd.of(self.name, self._page.fileno())
 
     def close(self) -> None:
         """Drop this process's descriptors. Attached objects have their own."""

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from ringserve.shm.errors import AttachError, ChannelClosed, ForkedUse
+from ringserve.shm.errors import AttachError, ChannelClosed, ForkedUse, ShmError
 
 PAGE_SIZE = 4096
 BELL_MAGIC = 0x316C6C6562767372
@@ -39,6 +39,7 @@ class PurePythonBell:
             raise AttachError("not a doorbell page of this layout version")
         self._event_fd = os.dup(event_fd)
         self._process = os.getpid()
+        self._waiting = 0  # threads inside wait()
         self._arms = self._refused_arms = self._waits = self._wakes = self._rings = self._spurious_wakes = 0
         self._progress = 0
         self._woken = False
@@ -104,7 +105,11 @@ class PurePythonBell:
         poll = select.poll()
         for fd in (self._event_fd, *watch):
             poll.register(fd, select.POLLIN)
-        ready = dict(poll.poll(None if timeout is None else math.ceil(max(timeout, 0.0) * 1e3)))
+        self._waiting += 1
+        try:
+            ready = dict(poll.poll(None if timeout is None else math.ceil(max(timeout, 0.0) * 1e3)))
+        finally:
+            self._waiting -= 1
         if any(events & select.POLLNVAL for events in ready.values()):
             raise OSError("a watched file descriptor is closed")
         if self._event_fd in ready:
@@ -131,6 +136,8 @@ class PurePythonBell:
         return self._event_fd >= 0 and self._process == os.getpid()
 
     def close(self) -> None:
+        if self._waiting:
+            raise ShmError("a thread is waiting on the doorbell")
         if self._event_fd >= 0:
             fd, self._event_fd = self._event_fd, -1
             os.close(fd)

@@ -8,7 +8,6 @@ and is rung by the consumer's next drain: the eventfd's lock in the kernel takes
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 
@@ -283,9 +282,13 @@ class SocketConsumer(_SocketEnd, Consumer):
             return False
         if self._end is not None or self._peer_pid:
             return True
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        try:
+            self._socket.recv_into(self._buffer, 1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        return True
 
     def progress(self) -> int:
         """Changes when something was taken."""

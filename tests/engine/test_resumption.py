@@ -44,7 +44,8 @@ def tokenizer() -> Tokenizer:
 
 def emoji_bias() -> dict[str, bytes]:
     """A bias that makes the model write emoji: characters of several tokens."""
-    ids = sorted(set(tokenizer().encode("🦜🐙🧭é中", add_special_tokens=False).ids))
+    pieces = [tokenizer().encode(character, add_special_tokens=False).ids for character in "🦜🐙🧭🪶𝄞"]
+    ids = sorted({token_id for piece in pieces if len(piece) > 2 for token_id in piece})
     return {"logit_bias_ids": pack_i32(ids), "logit_bias_values": pack_f32([60.0] * len(ids))}
 
 
