@@ -54,7 +54,10 @@ def main() -> int:
     prompts = torch.randint(1000, 40000, (options.requests, options.prompt_tokens), generator=generator).tolist()
     console = Console(stderr=True)
     with (
-        BenchServer("--dtype", options.dtype, "--threads", str(options.threads)) as server,
+        # The rounds repeat their prompts, which transformers computes anew each time.
+        BenchServer(
+            "--dtype", options.dtype, "--threads", str(options.threads), "--no-enable-prefix-caching"
+        ) as server,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("warming up", total=2 * options.rounds + 1)

@@ -3,7 +3,8 @@
 Pages are numbered ``1 .. num_pages``; page 0 is never given out, so that padded block tables point at a page nobody
 reads. A block table is a plain list of page ids owned by its sequence; page ``i`` of it holds the keys and values of
 the tokens ``[i * page_size, (i + 1) * page_size)``. Pages are reference counted: several tables may hold the same full
-page, and it returns to the free list with its last reference.
+page. With its last reference a page returns to the free list or, where its contents are known (``page_cache.py``),
+becomes idle: it counts as free, is given out when the free list is empty, and until then can be found again.
 
 Steps run in the executor in the order they were planned, so a freed page may be given out at once: whoever reads it
 in a step still in flight does so before the new owner writes.
@@ -17,6 +18,8 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ringserve.engine.page_cache import PageCache, PageKey
+
 
 class KVManager:
     """A page allocator that can prove itself (``check_integrity``)."""
@@ -29,10 +32,12 @@ class KVManager:
         # A stack: the pages freed last are still warm in the cache. Ascending at first.
         self._free = list(range(num_pages, 0, -1))
         self._references = array("i", bytes(4 * (num_pages + 1)))
+        self._cache = PageCache()
 
     @property
     def num_free_pages(self) -> int:
-        return len(self._free)
+        """Pages that nobody holds, idle ones among them."""
+        return len(self._free) + self._cache.num_idle_pages
 
     @property
     def capacity(self) -> int:
@@ -51,36 +56,58 @@ class KVManager:
         missing = self.pages_for(num_tokens) - len(table)
         if missing <= 0:
             return []
-        if missing > len(self._free):
+        if missing > self.num_free_pages:
             return None
         pages = self._free[: -missing - 1 : -1]
         del self._free[-missing:]
+        pages += [self._cache.evict() for _ in range(missing - len(pages))]
         for page in pages:
             self._references[page] = 1
         table.extend(pages)
         return pages
 
+    def find(self, keys: Sequence[PageKey]) -> list[int]:
+        """The pages, held or idle, that hold the longest run of ``keys`` from the first one on."""
+        return self._cache.find(keys)
+
+    def num_idle(self, pages: Iterable[int]) -> int:
+        """How many of these pages count as free."""
+        return sum(self._cache.is_idle(page) for page in pages)
+
     def share(self, pages: Iterable[int]) -> None:
-        """One more table holds these pages."""
+        """One more table holds these pages, which others hold or which are idle."""
         for page in pages:
-            if self._references[page] < 1:
-                raise ValueError(f"page {page} is free and cannot be shared")
+            if self._references[page] == 0:
+                if not self._cache.is_idle(page):
+                    raise ValueError(f"page {page} is free and cannot be shared")
+                self._cache.revive(page)
             self._references[page] += 1
 
+    def remember(self, page: int, key: PageKey) -> None:
+        """A held page is full; ``key`` names its contents from now on, unless another page has the same."""
+        if self._references[page] < 1:
+            raise ValueError(f"page {page} is free and cannot be remembered")
+        self._cache.insert(page, key)
+
+    def key_of(self, page: int) -> PageKey | None:
+        """What a page holds, where that is known."""
+        return self._cache.key_of(page)
+
     def release(self, table: list[int]) -> None:
-        """Give back every page of ``table`` and empty it."""
+        """Give back every page of ``table`` and empty it. Of idle pages, those at the table's end are given up first:
+        a page is of no use without those before it."""
         for page in reversed(table):
             references = self._references[page] - 1
             if page == 0 or references < 0:
                 raise ValueError(f"page {page} is released more often than it was given out")
             self._references[page] = references
-            if references == 0:
+            if references == 0 and not self._cache.retire(page):
                 self._free.append(page)
         table.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> list[str]:
         """What is wrong, given every block table there is; empty when sound."""
-        problems = []
+        problems = self._cache.check_integrity()
         held: Counter[int] = Counter()
         for table in tables:
             if len(set(table)) != len(table):
@@ -99,6 +126,8 @@ class KVManager:
             references = self._references[page]
             if references != held[page]:
                 problems.append(f"page {page} has {references} references and is held {held[page]} times")
-            if (references == 0) != (page in free):
+            if (references == 0) != (page in free or self._cache.is_idle(page)):
                 problems.append(f"page {page} has {references} references and is {'' if page in free else 'not '}free")
+            if page in free and self._cache.key_of(page) is not None:
+                problems.append(f"page {page} is free and cached")
         return problems

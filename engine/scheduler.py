@@ -5,9 +5,9 @@ computed tokens up with the tokens it knows; chunked prefill, decode and recompu
 rule. Up to ``max_steps_in_flight`` steps are planned before their results are back: a sequence that reaches its last
 known token is assumed to yield one more, which the executor feeds to itself.
 
-Policy: first come, first served. A step takes the running sequences in order of arrival, then admits from the head of
-the queue. Hence every running sequence arrived before every waiting one; the victim of preemption, the latest running
-one, goes back to the head of the queue, and the oldest sequence is never preempted: something always advances.
+Who comes first is the policy's business (``policy.py``). A step takes the running sequences in its order, those that
+decode before those in the middle of a prompt, then admits from the head of the queue. The victim of preemption is the
+last in that order; the first is never preempted: something always advances.
 
 Results are matched with the records of the steps as planned, never by slot alone, so the late result of a sequence
 that has ended meanwhile is not credited to the one that has its slot now.
@@ -17,16 +17,19 @@ This module knows no clock, no ring, no text and no model.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Literal
 
+from ringserve.config import SchedulerConfig
 from ringserve.engine import scheduler_integrity as integrity
+from ringserve.engine.admission import why_refused
 from ringserve.engine.kv_manager import KVManager
+from ringserve.engine.output_collector import OutputCollector
+from ringserve.engine.policy import make_policy
+from ringserve.engine.prefix_sharing import PrefixSharing
 from ringserve.engine.scheduler_outputs import (
     LogprobEntry,
     OutputBatch,
-    OutputRow,
-    join_logprobs,
     split_logprobs,
 )
 from ringserve.engine.scheduler_step import PlannedRow, StepPlan, StepRecord, StepResult
@@ -36,14 +39,11 @@ from ringserve.messages import (
     EngineStats,
     ExecutorReady,
     FinishReason,
-    LogprobColumns,
     ModelRunnerOutput,
     NewSequence,
-    PromptLogprobs,
     RequestRefused,
     SchedulerOutput,
     SequenceFinish,
-    SequenceStart,
     StepTimes,
     TokenizedRequest,
     pack_i32,
@@ -54,10 +54,14 @@ from ringserve.messages import (
 class Scheduler:
     """Queues, policy and page accounting of one executor."""
 
-    def __init__(self, ready: ExecutorReady, max_steps_in_flight: int = 2) -> None:
+    def __init__(
+        self, ready: ExecutorReady, config: SchedulerConfig | None = None, max_steps_in_flight: int = 2
+    ) -> None:
+        config = config if config is not None else SchedulerConfig()
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
             raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
         self._kv = KVManager(ready.num_pages, ready.page_size)
+        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching)
         self._max_num_seqs = ready.max_num_seqs
         self._max_num_batched_tokens = ready.max_num_batched_tokens
         self._max_steps_in_flight = max_steps_in_flight
@@ -65,12 +69,12 @@ class Scheduler:
         self._max_model_len = min(ready.max_model_len, self._kv.capacity)
         self._eos_token_ids = frozenset(unpack_i32(ready.eos_token_ids))
         self._requests: dict[int, Request] = {}
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._waiting = make_policy(config)
         self._running: dict[Sequence, None] = {}
         self._free_slots = list(range(ready.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._in_flight: deque[StepRecord] = deque()
-        self._outputs = OutputBatch([], [])
+        self._outputs = OutputCollector()
         self._next_step_id = 0
         self._next_arrival = 0
         self._num_preemptions = 0
@@ -83,7 +87,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Some sequence is not over."""
-        return bool(self._running or self._waiting)
+        return bool(self._running) or len(self._waiting) > 0
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -105,7 +109,7 @@ class Scheduler:
 
         A choice that enters at its end (``resumed``) is finished at once: ``take_outputs`` has its row.
         """
-        refused = self._refusal(message)
+        refused = why_refused(message, self._max_model_len, known=message.request_id in self._requests)
         if refused is not None:
             return refused
         request = Request.of(message, self._max_model_len, now_ns)
@@ -118,7 +122,7 @@ class Scheduler:
                 sequence.output_token_ids.frombytes(resumed[choice].token_ids)
             self._next_arrival += 1
             request.live[choice] = sequence
-            self._waiting[sequence] = None
+            self._waiting.add(sequence)
         if request.live:
             self._requests[request.request_id] = request
         for sequence in list(request.live.values()):
@@ -137,29 +141,7 @@ class Scheduler:
 
     def take_outputs(self) -> OutputBatch:
         """Rows that came of ``add_request`` and ``abort`` since the last result."""
-        outputs, self._outputs = self._outputs, OutputBatch([], [])
-        return outputs
-
-    def _refusal(self, message: TokenizedRequest) -> RequestRefused | None:
-        num_prompt_tokens = len(message.prompt_token_ids) // 4
-        if num_prompt_tokens == 0:
-            return RequestRefused(message.request_id, 400, "The prompt has no tokens.", param="prompt")
-        if message.n < 1 or message.max_tokens < 0:
-            text = f"n must be at least 1 and max_tokens at least 0, not {message.n} and {message.max_tokens}."
-            return RequestRefused(message.request_id, 400, text)
-        if message.request_id in self._requests:
-            text = f"Request {message.request_id} is already being served."
-            return RequestRefused(message.request_id, 500, text, type="server_error")
-        if num_prompt_tokens + 1 > self._max_model_len:
-            return RequestRefused(
-                message.request_id,
-                400,
-                f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
-                f"{num_prompt_tokens} tokens, which leaves no room for an answer. Please shorten the prompt.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return None
+        return self._outputs.take()
 
     # ---------------------------------------------------------------------------------------------- schedule
 
@@ -168,12 +150,19 @@ class Scheduler:
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
         plan = StepPlan(self._max_num_batched_tokens)
-        # In order of arrival. Whoever is in the middle of a prompt took all that was left of a budget, so nobody was
-        # admitted after it: decodes come first by themselves.
-        for sequence in list(self._running):
-            if sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one in this loop
+        in_prompt = []
+        for sequence in self._waiting.in_order(self._running):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted for an earlier one in this loop
+            if sequence.num_schedulable_tokens > 1:
+                in_prompt.append(sequence)
+            else:
                 self._plan_running(sequence, plan)
-        self._admit(plan)
+        for sequence in in_prompt:
+            self._admit(plan, sequence)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._plan_running(sequence, plan)
+        self._admit(plan, None)
         return self._commit(plan, now_ns) if plan.num_tokens else None
 
     def _plan_running(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -181,13 +170,13 @@ class Scheduler:
         if num_tokens == 0:
             return
         while (pages := self._kv.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens)) is None:
-            victim = next(reversed(self._running))
-            self._preempt(victim)
+            victim = self._waiting.in_order(self._running)[-1]
+            self._preempt(victim, plan)
             if victim is sequence:
                 return
         plan.add(sequence, num_tokens, pages)
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         """Throw a sequence's keys and values away; it is computed again from its tokens, later.
 
         Tokens that steps in flight draw for it are kept when they arrive, so it is not sent again before that.
@@ -195,43 +184,75 @@ class Scheduler:
         self._num_preemptions += 1
         self._preempted_tokens += victim.num_computed_tokens
         victim.num_preemptions += 1
+        plan.remove(victim)
         self._leave_executor(victim)
-        self._waiting[victim] = None
-        self._waiting.move_to_end(victim, last=False)
+        self._waiting.add(victim)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, before: Sequence | None) -> None:
         """Start sequences from the head of the queue; a head that has to wait lets no later one pass.
+
+        With ``before``, a running sequence, only those that the policy serves before it.
 
         All pages of the tokens known so far are taken at once, so that a prompt once begun is never stuck half-way.
         Every running sequence will soon want another page: unless nothing runs, one for each stays free, or the
         newcomer would be preempted again at once (and a victim admitted again in the step that threw it out).
+        What the prefix cache has is not computed again.
         """
-        while self._waiting and self._free_slots and plan.budget > 0:
-            sequence = next(iter(self._waiting))
+        while plan.budget > 0 and (sequence := self._waiting.head()) is not None:
+            if before is not None and not self._waiting.precedes(sequence, before):
+                return
             if sequence.num_pending_tokens:
                 return
-            num_known_tokens = sequence.num_known_tokens
+            cached = self._prefixes.lookup(sequence)
+            if cached is None or not self._make_room(sequence, cached, plan):
+                return
+            self._waiting.remove(sequence)
+            self._start(sequence, cached, plan)
+
+    def _make_room(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> bool:
+        """See that there are a slot and pages for a waiting sequence, at the expense of those that it displaces."""
+        victims = None
+        while True:
+            num_new_pages = self._kv.pages_for(sequence.num_known_tokens) - len(cached) + self._kv.num_idle(cached)
             headroom = len(self._running) + 1 if self._running else 0
-            if self._kv.pages_for(num_known_tokens) + headroom > self._kv.num_free_pages:
-                return
-            pages = self._kv.grow(sequence.block_table, num_known_tokens)
-            if pages is None:
-                return
-            del self._waiting[sequence]
-            self._running[sequence] = None
-            sequence.status = SequenceStatus.RUNNING
-            sequence.slot = self._free_slots.pop()
-            plan.admitted.append(sequence)
-            plan.add(sequence, min(num_known_tokens, plan.budget), pages)
+            missing = num_new_pages + headroom - self._kv.num_free_pages
+            if self._free_slots and missing <= 0:
+                return True
+            if victims is None:
+                order = self._waiting.in_order(self._running)
+                victims = [running for running in order if self._waiting.displaces(sequence, running)]
+                # Each one that goes frees its own pages (if nobody shares them) and the page that was kept for it.
+                if missing > sum(len(victim.block_table) + 1 for victim in victims):
+                    return False
+            if not victims:
+                return False
+            self._preempt(victims.pop(), plan)
+
+    def _start(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> None:
+        num_known_tokens = sequence.num_known_tokens
+        self._kv.share(cached)
+        sequence.block_table.extend(cached)
+        new = self._kv.grow(sequence.block_table, num_known_tokens)
+        if new is None:
+            raise AssertionError("pages that were counted as free are not")
+        self._prefixes.start(sequence, cached)
+        if not sequence.first_scheduled_ns:
+            self._waiting.charge(sequence, sequence.request.num_prompt_tokens - sequence.num_cached_tokens, 0)
+        self._running[sequence] = None
+        sequence.status = SequenceStatus.RUNNING
+        sequence.slot = self._free_slots.pop()
+        plan.admitted[sequence] = sequence.num_computed_tokens
+        plan.add(sequence, min(num_known_tokens - sequence.num_computed_tokens, plan.budget), cached + new)
 
     def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
         rows = []
         for sequence, num_tokens in plan.num_tokens.items():
             sequence.num_computed_tokens += num_tokens
+            self._prefixes.register(sequence)
             samples = sequence.num_computed_tokens == sequence.num_known_tokens
             rows.append(PlannedRow(sequence, sequence.slot, num_tokens, samples))
         new_sequences = []
-        for sequence in plan.admitted:
+        for sequence, num_cached_tokens in plan.admitted.items():
             request = sequence.request
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
             new_sequences.append(
@@ -239,7 +260,7 @@ class Scheduler:
                     slot=sequence.slot,
                     token_ids=request.prompt_token_ids + sequence.output_token_ids.tobytes(),
                     num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=0,
+                    num_computed_tokens=num_cached_tokens,
                     choice=sequence.choice,
                     sampling=sequence.sampling,
                     max_tokens=min(request.max_tokens, request.max_total_tokens - request.num_prompt_tokens),
@@ -274,7 +295,7 @@ class Scheduler:
         self._num_computed_tokens += record.num_tokens
         by_slot = {row.slot: row for row in record.rows}
         for chunk in output.prompt_logprobs:
-            self._forward_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
+            self._outputs.add_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
         tokens = dict(zip(unpack_i32(output.slots), unpack_i32(output.token_ids), strict=True))
         logprobs: dict[int, LogprobEntry] = {}
         if output.logprobs is not None:
@@ -313,6 +334,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[LogprobEntry, ...]) -> None:
         """Add tokens and end the sequence if its last one is the end. With no tokens: was it over when it came?"""
         sequence.output_token_ids.extend(token_ids)
+        self._waiting.charge(sequence, 0, len(token_ids))
         request = sequence.request
         num_output_tokens = len(sequence.output_token_ids)
         last = sequence.output_token_ids[-1]
@@ -330,7 +352,7 @@ class Scheduler:
         ):
             self._finish(sequence, token_ids, logprobs, "length")
         elif token_ids:
-            self._add_row(sequence, token_ids, logprobs, None)
+            self._outputs.add(sequence, token_ids, logprobs, None)
 
     def _finish(
         self,
@@ -344,54 +366,26 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_executor(sequence)
         else:
-            del self._waiting[sequence]
+            self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         del request.live[sequence.choice]
         if not request.live:
             del self._requests[request.request_id]
         finish = SequenceFinish(-1, reason, stop_token_id, sequence.num_preemptions, message)
-        self._add_row(sequence, token_ids, logprobs, finish)
+        self._outputs.add(sequence, token_ids, logprobs, finish)
 
     def _leave_executor(self, sequence: Sequence) -> None:
         """Give slot and pages back. The executor hears of the slot with the next step."""
         del self._running[sequence]
+        self._prefixes.register(sequence)
+        self._prefixes.leave(sequence)
         self._kv.release(sequence.block_table)
         self._freed_slots.append(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.num_computed_tokens = 0
         sequence.status = SequenceStatus.WAITING
-
-    def _add_row(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[LogprobEntry, ...],
-        finish: SequenceFinish | None,
-    ) -> None:
-        request = sequence.request
-        start = None
-        if not sequence.started:
-            sequence.started = True
-            # One that ended before it was ever scheduled has waited for nothing.
-            first_scheduled_ns = sequence.first_scheduled_ns or request.queued_ns
-            start = SequenceStart(-1, request.queued_ns, first_scheduled_ns, 0, sequence.num_preemptions)
-        self._outputs.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, start, finish))
-
-    def _forward_prompt_logprobs(self, sequence: Sequence, start: int, columns: LogprobColumns) -> None:
-        """Each position once, in ascending order; a recomputed prompt repeats itself."""
-        if sequence.status is SequenceStatus.FINISHED or sequence.choice != 0:
-            return
-        num_known = sequence.next_prompt_logprob - start
-        end = start + len(columns.counts) // 4
-        if end <= sequence.next_prompt_logprob:
-            return
-        if num_known > 0:
-            columns = join_logprobs(split_logprobs(columns)[num_known:])
-            start = sequence.next_prompt_logprob
-        sequence.next_prompt_logprob = end
-        self._outputs.prompt_logprobs.append(PromptLogprobs(sequence.request.request_id, start, columns))
 
     # ----------------------------------------------------------------------------------------------- looking
 
@@ -405,6 +399,8 @@ class Scheduler:
             preempted_tokens=self._preempted_tokens,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_prefix_queries=self._prefixes.num_queries,
+            num_prefix_hits=self._prefixes.num_hits,
         )
 
     def check_integrity(self) -> list[str]:
@@ -412,9 +408,11 @@ class Scheduler:
         running, waiting = self._running, self._waiting
         return [
             *self._kv.check_integrity(sequence.block_table for sequence in running),
+            *self._prefixes.check_integrity(running),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
             *integrity.check_slots(running, self._free_slots, self._max_num_seqs),
             *integrity.check_queues(running, waiting, self._requests),
+            *waiting.check_integrity(running),
             *integrity.check_in_flight([*running, *waiting], self._in_flight, self._max_steps_in_flight),
         ]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from ringserve.actor import ActorContext, BlockingActor
+from ringserve.config import SchedulerSettings
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.messages import (
@@ -47,6 +48,8 @@ class SchedulerActor:
     def __init__(self, context: ActorContext, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._context = context
         self._clock = clock
+        settings: SchedulerSettings = context.settings
+        self._config = settings.config
         self._executor = context.outboxes["executor"]
         self._tokenizers = {role: box for role, box in context.outboxes.items() if role.startswith("tokenizer-")}
         self._scheduler: Scheduler | None = None
@@ -74,7 +77,7 @@ class SchedulerActor:
             case ExecutorReady():
                 if self._scheduler is not None:
                     raise ValueError("the executor reported ready twice")
-                self._scheduler = Scheduler(message)
+                self._scheduler = Scheduler(message, self._config)
                 self._broadcast(message)
             case LoadProgress():
                 self._broadcast(message)

@@ -17,12 +17,20 @@ class StepPlan:
     """Tokens that may still be added."""
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
-    admitted: list[Sequence] = field(default_factory=list)
+    admitted: dict[Sequence, int] = field(default_factory=dict)
+    """Sequences that start, with the tokens whose keys and values they find in their pages."""
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens
         self.new_pages[sequence] = new_pages
         self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that ran before loses its part in the step, if it had one."""
+        if sequence in self.admitted:
+            raise AssertionError(f"{sequence} was admitted and thrown out in the same step")
+        self.budget += self.num_tokens.pop(sequence, 0)
+        self.new_pages.pop(sequence, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ringserve.engine.page_cache import PageKey
 from ringserve.messages import SamplingParams, TokenizedRequest, unpack_i32
 
 
@@ -46,6 +47,12 @@ class Request:
     max_total_tokens: int
     """Prompt and generated tokens together, where generation ends at the latest."""
     queued_ns: int
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    """Pages are shared among requests with the same salt only."""
+    prompt_page_keys: list[PageKey] = field(default_factory=list)
+    """Names of the prompt's full pages, once anybody asked."""
     live: dict[int, Sequence] = field(default_factory=dict)
     """The choices that are not over."""
 
@@ -64,6 +71,9 @@ class Request:
             # With max_tokens == 0 the step that ends the prompt is awaited like one that samples, and yields nothing.
             max_total_tokens=min(num_prompt_tokens + max(message.max_tokens, 1), max_model_len),
             queued_ns=now_ns,
+            priority=message.priority,
+            tenant=message.tenant,
+            cache_salt=message.cache_salt,
         )
 
 
@@ -74,7 +84,9 @@ class Sequence:
     request: Request
     choice: int
     arrival: int
-    """Place in the queue, kept for life: smaller came first."""
+    """Smaller came first."""
+    rank: tuple[float, int] = (0.0, 0)
+    """Its place among the others, where the policy gives it one for life."""
     output_token_ids: array[int] = field(default_factory=lambda: array("i"))
     """Generated tokens whose results are back (or that the request entered with)."""
     status: SequenceStatus = SequenceStatus.WAITING
@@ -92,6 +104,12 @@ class Sequence:
     """Its first row has left the scheduler."""
     next_prompt_logprob: int = 0
     """Prompt positions below it have been handed on."""
+    page_keys: list[PageKey] = field(default_factory=list)
+    """Names of the full pages of its tokens, as far as anybody asked."""
+    num_registered_pages: int = 0
+    """Pages at the head of the block table that the prefix cache has been told of (or that came from it)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when it first started."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -102,6 +120,12 @@ class Sequence:
         """Tokens the next step may compute. None once everything the length allows is sampled or being sampled."""
         known = self.num_known_tokens
         return known - self.num_computed_tokens if known < self.request.max_total_tokens else 0
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """The tokens ``[start, stop)``, which must be known by value, as int32."""
+        num_prompt_tokens = self.request.num_prompt_tokens
+        generated = self.output_token_ids[max(start - num_prompt_tokens, 0) : max(stop - num_prompt_tokens, 0)]
+        return self.request.prompt_token_ids[4 * start : 4 * stop] + generated.tobytes()
 
     @property
     def sampling(self) -> SamplingParams:

@@ -93,6 +93,8 @@ class RequestAdmission:
             priority=request.priority,
             resumed=resumed,
             received_ns=request.received_ns,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
         )
         return AdmittedRequest(
             prompt=prompt,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,128}")
+TENANT_HEADER = "x-ringserve-tenant"
 _SCOPE_KEY = "ringserve.exchange"
 CLIENT_GONE = 499
 """Status in the log (nginx's) of a request whose client went away."""
@@ -23,6 +24,8 @@ class Exchange:
 
     request_id: str
     """What X-Request-Id said, or a new one; in every answer's header."""
+    tenant: str | None = None
+    """Whose key it came with, where there are several keys, else what the header says; None: neither."""
     received_ns: int = field(default_factory=time.monotonic_ns)
     status: int = 0
     tokens: str = ""

@@ -62,6 +62,8 @@ class Plan:
     max_tokens: int | None
     priority: int
     received_ns: int
+    cache_salt: str = ""
+    tenant: str = ""
 
 
 @dataclass(eq=False)
@@ -123,6 +125,8 @@ class Dispatcher:
                 priority=plan.priority,
                 received_ns=plan.received_ns,
                 sent_ns=time.monotonic_ns(),
+                cache_salt=plan.cache_salt,
+                tenant=plan.tenant,
             )
             self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))

@@ -12,7 +12,7 @@ from email.utils import formatdate
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ringserve.frontend.context import Exchange, open_exchange
+from ringserve.frontend.context import TENANT_HEADER, Exchange, open_exchange
 from ringserve.frontend.errors import ApiError
 from ringserve.frontend.json_response import error_response
 
@@ -30,16 +30,17 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, path: str, authorization: str | None) -> None:
-        """Raises 401."""
+    def check(self, path: str, authorization: str | None) -> str | None:
+        """The name of the key ("key-1", "key-2", ...) where there are several; raises 401."""
         if not self._digests or path in _OPEN_PATHS:
-            return
+            return None
         scheme, _, token = (authorization or "").partition(" ")
         given = _digest(token.strip().encode("latin-1", "replace"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             message = "Incorrect API key provided." if token else "You didn't provide an API key."
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return f"key-{matches.index(True) + 1}" if len(matches) > 1 else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -79,10 +80,12 @@ class Edge:
         self.active += 1
         try:
             try:
-                self._keys.check(scope["path"], headers.get("authorization"))
+                key_name = self._keys.check(scope["path"], headers.get("authorization"))
             except ApiError as refusal:
                 await error_response(refusal)(scope, receive, send_with_headers)
             else:
+                # With several keys, the key says whose request it is: nobody can speak for another.
+                exchange.tenant = key_name or headers.get(TENANT_HEADER)
                 await self._app(scope, receive, send_with_headers)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)

@@ -58,7 +58,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "documents": (None,),
     "mm_processor_kwargs": (None,),
     "media_io_kwargs": (None,),
-    "cache_salt": (None,),
     "kv_transfer_params": (None,),
     # modalities and models
     "modalities": (None, ["text"]),
@@ -88,7 +87,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     {
-        "user",
         "store",
         "metadata",
         "service_tier",

@@ -44,6 +44,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
 

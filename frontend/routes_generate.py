@@ -39,6 +39,8 @@ class GenerateRoutes:
             max_tokens=max_tokens,
             priority=validation.priority(body),
             received_ns=exchange_of(request.scope).received_ns,
+            cache_salt=validation.cache_salt(body),
+            tenant=validation.tenant(body, exchange_of(request.scope).tenant),
         )
         options = AnswerOptions(logprobs, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "chatcmpl", ChatFormat(options))
@@ -63,6 +65,8 @@ class GenerateRoutes:
             max_tokens=max_tokens,
             priority=validation.priority(body),
             received_ns=exchange_of(request.scope).received_ns,
+            cache_salt=validation.cache_salt(body),
+            tenant=validation.tenant(body, exchange_of(request.scope).tenant),
         )
         options = AnswerOptions(logprobs, echo=echo, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "cmpl", CompletionFormat(options))

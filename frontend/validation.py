@@ -27,6 +27,8 @@ from ringserve.messages import (
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096
 """What all streams wait for while it is prepared and searched for must be bounded."""
+MAX_SALT_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 256
 _I32_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
@@ -131,6 +133,21 @@ def choices(body: GenerationBody, limits: Limits, num_prompts: int = 1) -> int:
 
 def priority(body: GenerationBody) -> int:
     return number(body.priority, 0, "priority", lambda p: abs(p) <= _I32_MAX, "a 32-bit integer")
+
+
+def cache_salt(body: GenerationBody) -> str:
+    """Empty: keys and values are shared with everybody who gave none either."""
+    salt = body.cache_salt
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        raise invalid(f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters, got {len(salt)}.", "cache_salt")
+    return salt
+
+
+def tenant(body: GenerationBody, known: str | None) -> str:
+    """On whose account it runs: what is ``known`` from outside the body, else ``user``; cut to a bounded length."""
+    return (known if known is not None else body.user or "")[:MAX_TENANT_CHARACTERS]
 
 
 def stream_options(body: GenerationBody) -> StreamOptions:

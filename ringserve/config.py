@@ -88,6 +88,53 @@ class SchedulerConfig(_Group, frozen=True):
             "Default: the device's (256 on CPUs)."
         ),
     ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"],
+        Meta(
+            description="Who is served first. fcfs: in the order of arrival; priority: by the requests' priority, "
+            "lower first; fair: equal service for each tenant."
+        ),
+    ] = "fcfs"
+    priority_aging: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="With policy priority: seconds of waiting that are worth one level of priority; 0: no aging.",
+        ),
+    ] = 30.0
+    tenant_weights: Annotated[
+        str,
+        Meta(description="With policy fair: shares such as key-1=2,key-2=1; tenants that are not named have weight 1."),
+    ] = ""
+    input_token_price: Annotated[
+        float, Meta(gt=0, le=1e6, description="With policy fair: what a prompt token counts.")
+    ] = 1.0
+    output_token_price: Annotated[
+        float, Meta(gt=0, le=1e6, description="With policy fair: what a generated token counts.")
+    ] = 2.0
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the keys and values of prompts that begin like one computed before.")
+    ] = True
+
+
+def parse_tenant_weights(text: str) -> dict[str, float]:
+    """ "a=2,b=0.5" -> {"a": 2.0, "b": 0.5}.
+
+    Raises:
+        ValueError: not of this form, or a weight is not positive.
+    """
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not equals or not 0 < weight < float("inf"):
+            raise ValueError(f"{part!r} is not of the form TENANT=WEIGHT with a positive weight")
+        weights[name.strip()] = weight
+    return weights
 
 
 class FrontendConfig(_Group, frozen=True):

@@ -247,6 +247,10 @@ class GenerateRequest(Message, frozen=True):
     received_ns: int = 0
     """Frontend: the request's head was read."""
     sent_ns: int = 0
+    cache_salt: str = ""
+    """Keys and values are shared among requests with the same salt only."""
+    tenant: str = ""
+    """On whose account it runs."""
 
 
 class TokenizeRequest(Message, frozen=True):
@@ -294,6 +298,8 @@ class TokenizedRequest(Message, frozen=True):
     received_ns: int = 0
     sent_ns: int = 0
     """Tokenizer."""
+    cache_salt: str = ""
+    tenant: str = ""
 
 
 FrontendMessage = GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity

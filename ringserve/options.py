@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringserve.config import ServeConfig
+from ringserve.config import ServeConfig, parse_tenant_weights
 
 _SUFFIXES = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _SIZES = {"kv_cache_memory", "max_body_size", "ring_capacity"}
@@ -120,13 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _default_text(option: Option) -> str:
-    if option.default is None or option.default == () or option.type is bool:
+    if option.default in (None, (), "") or option.type is bool:
         return ""
     default = _format_size(option.default) if option.is_size else option.default
     return f" (default: {default})"
 
 
 def _metavar(option: Option) -> str:
+    if option.name.endswith("_price"):
+        return "NUMBER"
     return "SIZE" if option.is_size else {int: "N", float: "SECONDS"}.get(option.type, "TEXT")
 
 
@@ -215,6 +217,10 @@ def _check(config: ServeConfig) -> None:
     capacity = config.transport.ring_capacity
     if capacity & (capacity - 1):
         raise OptionError(f"--ring-capacity: {capacity} is not a power of two")
+    try:
+        parse_tenant_weights(config.scheduler.tenant_weights)
+    except ValueError as error:
+        raise OptionError(f"--tenant-weights: {error}") from None
     for key in config.frontend.api_key:
         if not key or not key.isascii() or any(c.isspace() for c in key):
             raise OptionError("--api-key: a key must be ASCII text without spaces, and not empty")
@@ -241,7 +247,7 @@ def reference(kinds: Sequence[Option] | None = None) -> str:
             lines += ["", f"## {option.title}", "", "| flag | key | default | meaning |", "|---|---|---|---|"]
         flag = "`MODEL`" if option.name == "model" else f"`{option.flag}`"
         default = _format_size(option.default) if option.is_size and option.default else option.default
-        shown = "" if default in (None, ()) else f"`{default}`"
+        shown = "" if default in (None, (), "") else f"`{default}`"
         text = option.help + (f" One of {', '.join(f'`{c}`' for c in option.choices)}." if option.choices else "")
         lines.append(f"| {flag} | `{option.name}` | {shown} | {text} |")
     return "\n".join(lines).strip() + "\n"

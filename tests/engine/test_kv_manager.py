@@ -7,6 +7,7 @@ import random
 import pytest
 
 from ringserve.engine.kv_manager import KVManager
+from ringserve.engine.page_cache import PageKey, digest_after, first_digest
 
 
 def test_page_zero_is_never_given_out() -> None:
@@ -52,6 +53,42 @@ def test_a_shared_page_comes_back_with_its_last_reference() -> None:
     assert manager.check_integrity([]) == []
 
 
+def test_idle_pages_are_found_until_they_are_needed() -> None:
+    manager = KVManager(num_pages=3, page_size=16)
+    keys: list[PageKey] = [(b"before", b"first"), (b"first", b"second")]
+    table: list[int] = []
+    manager.grow(table, 40)
+    for page, key in zip(table, keys, strict=False):
+        manager.remember(page, key)
+    with pytest.raises(ValueError, match="contents cannot change"):
+        manager.remember(1, (b"", b"other"))
+    manager.release(table)
+    assert manager.num_free_pages == 3
+    assert manager.find(keys) == [1, 2]
+    assert manager.find([(b"other", b"first"), keys[1]]) == []
+    manager.grow(table, 32)  # the free page, then the last of the idle ones
+    assert table == [3, 2]
+    found = manager.find(keys)
+    assert found == [1]
+    assert manager.num_idle(found) == 1
+    manager.share(found)
+    assert manager.num_idle(found) == manager.num_free_pages == 0
+    assert manager.check_integrity([table, found]) == []
+    assert manager.grow(table, 33) is None
+
+
+def test_the_first_page_with_given_contents_stays() -> None:
+    manager = KVManager(num_pages=2, page_size=16)
+    table: list[int] = []
+    manager.grow(table, 32)
+    for page in table:
+        manager.remember(page, (b"", b"same"))
+    manager.release(table)
+    assert manager.find([(b"", b"same")]) == [1]
+    assert manager.check_integrity([]) == []
+    assert manager.grow(table, 16) == [2]
+
+
 def test_misuse_is_an_error() -> None:
     manager = KVManager(num_pages=2, page_size=16)
     table: list[int] = []
@@ -64,6 +101,8 @@ def test_misuse_is_an_error() -> None:
         manager.release([0])
     with pytest.raises(ValueError, match="page 2 is free"):
         manager.share([2])
+    with pytest.raises(ValueError, match="page 2 is free"):
+        manager.remember(2, (b"", b""))
     with pytest.raises(ValueError, match="needs pages"):
         KVManager(0, 16)
 
@@ -82,8 +121,17 @@ def test_random_operations_keep_the_books() -> None:
     rng = random.Random(7)
     manager = KVManager(num_pages=23, page_size=16)
     tables: list[list[int]] = []
-    for _ in range(3000):
-        match rng.randrange(4):
+    for number in range(3000):
+        match rng.randrange(6):
+            case 4 if tables:
+                fresh = [page for page in rng.choice(tables) if manager.key_of(page) is None]
+                if fresh:
+                    manager.remember(fresh[0], (b"", b"%d" % number))
+            case 5:
+                found = manager.find([(b"", b"%d" % rng.randrange(max(0, number - 60), number + 1))])
+                if found:
+                    manager.share(found)
+                    tables.append(found)
             case 0:
                 table: list[int] = []
                 if manager.grow(table, rng.randrange(1, 100)) is not None:
@@ -102,3 +150,11 @@ def test_random_operations_keep_the_books() -> None:
     for table in tables:
         manager.release(table)
     assert manager.num_free_pages == 23
+
+
+def test_a_key_depends_on_all_that_is_before_it() -> None:
+    first = (first_digest("salt"), b"page")
+    assert first_digest("salt") != first_digest("")
+    assert digest_after(first) != digest_after((first_digest(""), b"page"))
+    assert digest_after(first) != digest_after((first_digest("salt"), b"gape"))
+    assert digest_after(first) == digest_after((first_digest("salt"), b"page"))

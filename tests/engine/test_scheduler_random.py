@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
+from ringserve.config import SchedulerConfig
 from ringserve.messages import ALL_CHOICES, ResumedChoice, TokenizedRequest, pack_i32
 
 
@@ -23,6 +26,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([16, 5, 48, 2, 1]),
         max_model_len=st.sampled_from([60, 200, 30, 8]),
         max_steps_in_flight=st.sampled_from([2, 2, 1, 3]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        aging=st.sampled_from([0, 1e-8]),
     )
     def start(
         self,
@@ -33,11 +39,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_model_len: int,
         max_steps_in_flight: int,
+        prefix_caching: bool,
+        policy: Literal["fcfs", "priority", "fair"],
+        aging: float,
     ) -> None:
         if tight:  # slots and budget enough, pages not
             page_size, num_pages, max_num_seqs, budget = 4, 10 + num_pages % 8, 4 + max_num_seqs, 8 + budget
         ready = executor_ready(page_size, num_pages, max_num_seqs, budget, max_model_len)
-        self.engine = Engine(ready, max_steps_in_flight)
+        config = SchedulerConfig(
+            enable_prefix_caching=prefix_caching,
+            scheduling_policy=policy,
+            priority_aging=aging,
+            tenant_weights="a=3",
+        )
+        self.engine = Engine(ready, max_steps_in_flight, config)
         self.requests: dict[int, TokenizedRequest] = {}
         self.aborted: set[tuple[int, int]] = set()
         self.failing: set[tuple[int, int]] = set()
@@ -53,6 +68,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.integers(-1, 0),
         resumed_fractions=st.lists(st.floats(0, 1) | st.none(), max_size=3),
         fails=st.integers(0, 30),
+        family=st.sampled_from([0, 0, 1]),
+        shared_fraction=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
+        cache_salt=st.sampled_from(["", "", "a"]),
+        priority=st.sampled_from([0, 0, 1, -1, 5]),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
     def add(
         self,
@@ -66,6 +86,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int,
         resumed_fractions: list[float | None],
         fails: int,
+        family: int,
+        shared_fraction: float,
+        cache_salt: str,
+        priority: int,
+        tenant: str,
     ) -> None:
         request_id = len(self.requests) + (1 << 48)
         # Mostly short ones, so that several run and grow; some that cannot fit.
@@ -83,6 +108,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 resumed=resumed,
+                family=family,
+                num_shared_tokens=int(shared_fraction * num_prompt_tokens),
+                cache_salt=cache_salt,
+                priority=priority,
+                tenant=tenant,
             )
 
         request = build(())

@@ -103,6 +103,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"logits_processors": ["x"]}, "logits_processors"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"temprature": 1}, "temprature"),
     ],
 )
@@ -279,7 +281,7 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
 
 
 def test_lone_surrogates_in_parameters(http: httpx.Client) -> None:
-    for field in ("stop", "model", "request_id", "\\ud800"):
+    for field in ("stop", "model", "request_id", "cache_salt", "\\ud800"):
         data = b'{"prompt": "a", "%s": "\\ud800"}' % field.encode()
         error_of(http.post(TEXT, content=data), 400)
 

@@ -213,6 +213,24 @@ def test_api_keys() -> None:
         for key in ("one", "zwei-ü"):
             bearer = httpx.Headers([(b"authorization", f"Bearer {key}".encode())])
             assert http.get("/v1/models", headers=bearer).status_code == 200
+        # With several keys the key says whose request it is, whatever else is said.
+        bearer["x-ringserve-tenant"] = "somebody else"
+        assert http.post(CHAT, json=chat_body(user="eve"), headers=bearer).status_code == 200
+        assert frontend.fake.of_kind(GenerateRequest)[-1].tenant == "key-2"
+
+
+def test_tenants_without_several_keys() -> None:
+    with (
+        RunningFrontend(FrontendConfig(api_key=("one",))) as frontend,
+        httpx.Client(base_url=frontend.url, headers={"authorization": "Bearer one"}) as http,
+    ):
+        for more, headers, tenant in (
+            ({}, {}, ""),
+            ({"user": "eve"}, {}, "eve"),
+            ({"user": "eve"}, {"x-ringserve-tenant": "team"}, "team"),
+        ):
+            assert http.post(CHAT, json=chat_body(**more), headers=headers).status_code == 200
+            assert frontend.fake.of_kind(GenerateRequest)[-1].tenant == tenant
 
 
 def test_body_limit() -> None:

@@ -30,7 +30,8 @@ def test_defaults_are_the_models(plan: Any) -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 0, 0.0)
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.repetition_penalty) == (-1, -1, 1.0)
-    assert (request.n, request.priority, request.resumed) == (1, 0, ())
+    assert (request.n, request.priority, request.resumed, request.cache_salt) == (1, 0, (), "")
+    assert request.tenant == ""
     assert request.received_ns <= request.sent_ns
     again = plan("/v1/chat/completions", chat_body())
     assert again.sampling.seed != sampling.seed  # drawn here
@@ -64,6 +65,8 @@ def test_what_is_given_travels(plan: Any) -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "priority": -5,
+        "cache_salt": "ours",
+        "user": "eve" * 100,
         "n": 2,
     }
     request = plan("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "echo": True, **more})
@@ -76,7 +79,8 @@ def test_what_is_given_travels(plan: Any) -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
     assert (output.stop, output.include_stop_str_in_output) == (("x",), True)
     assert (output.skip_special_tokens, output.echo) == (False, True)
-    assert (request.n, request.priority) == (2, -5)
+    assert (request.n, request.priority, request.cache_salt) == (2, -5, "ours")
+    assert request.tenant == ("eve" * 100)[:256]
 
 
 def test_conversations(plan: Any) -> None:

@@ -51,6 +51,8 @@ def test_values_from_a_file_have_types(tmp_path: Path) -> None:
         ({"chat_template": "/nowhere/template.jinja"}, "--chat-template: /nowhere/template.jinja: no such file"),
         ({"shutdown_timeout": "-1"}, "--shutdown-timeout"),
         ({"max_num_seqs": True}, "--max-num-seqs"),
+        ({"scheduling_policy": "lifo"}, "not one of fcfs, priority, fair"),
+        ({"tenant_weights": "a=0"}, "--tenant-weights: 'a=0' is not of the form TENANT=WEIGHT"),
     ],
 )
 def test_a_mistake_names_the_flag(values: dict[str, object], words: str) -> None:

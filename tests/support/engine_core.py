@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ringserve.actor import ActorContext
-from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
+from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, SchedulerSettings
 from ringserve.engine.executor import Executor
 from ringserve.engine.scheduler_loop import SchedulerActor
 from ringserve.messages import (
@@ -99,7 +99,7 @@ class EngineCore:
         self._scheduler = SchedulerActor(
             ActorContext(
                 "scheduler",
-                None,
+                SchedulerSettings(SchedulerConfig()),
                 {"executor": self._steps, "tokenizer-0": self._tokens},
                 lambda _message: None,
                 lambda: None,

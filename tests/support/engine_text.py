@@ -9,7 +9,7 @@ from typing import Any
 from engine_core import Box, LoadedExecutor
 
 from ringserve.actor import ActorContext
-from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.config import ModelSource, SchedulerConfig, SchedulerSettings, TokenizerSettings
 from ringserve.engine.scheduler_loop import SchedulerActor
 from ringserve.engine.tokenizer import create
 from ringserve.messages import (
@@ -64,7 +64,7 @@ class TextEngine:
         scheduler = SchedulerActor(
             ActorContext(
                 "scheduler",
-                None,
+                SchedulerSettings(SchedulerConfig()),
                 {"executor": steps, "tokenizer-0": to_tokenizer},
                 lambda _message: None,
                 lambda: None,

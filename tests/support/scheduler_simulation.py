@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.messages import (
@@ -78,9 +79,15 @@ def make_request(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     resumed: tuple[ResumedChoice, ...] = (),
+    family: int | None = None,
+    num_shared_tokens: int = 0,
+    cache_salt: str = "",
+    priority: int = 0,
+    tenant: str = "",
 ) -> TokenizedRequest:
-    """A request whose prompt and seed follow from its id."""
-    prompt = [zlib.crc32(b"%d/%d" % (request_id, i)) % VOCAB_SIZE for i in range(num_prompt_tokens)]
+    """A request whose prompt and seed follow from its id; the prompts of a ``family`` begin with the same tokens."""
+    sources = [family if family is not None and i < num_shared_tokens else request_id for i in range(num_prompt_tokens)]
+    prompt = [zlib.crc32(b"%d/%d" % (source, i)) % VOCAB_SIZE for i, source in enumerate(sources)]
     sampling = SamplingParams(
         seed=request_id,
         min_tokens=min_tokens,
@@ -89,7 +96,17 @@ def make_request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    return TokenizedRequest(request_id, pack_i32(prompt), sampling, n, max_tokens, resumed=resumed)
+    return TokenizedRequest(
+        request_id,
+        pack_i32(prompt),
+        sampling,
+        n,
+        max_tokens,
+        priority=priority,
+        resumed=resumed,
+        cache_salt=cache_salt,
+        tenant=tenant,
+    )
 
 
 def draw(history: list[int], num_prompt_tokens: int, choice: int, sampling: SamplingParams) -> int:
@@ -143,6 +160,7 @@ class FakeExecutor:
         self.memory: dict[tuple[int, int], int] = {}
         self.next_step_id = 0
         self.computed_tokens = 0
+        self.cached_tokens = 0
         self.fail_at: dict[tuple[int, int], int] = {}
         """(seed, choice): number of generated tokens at which sampling fails."""
 
@@ -162,6 +180,8 @@ class FakeExecutor:
             assert new.slot not in self.slots, "a slot that was not freed is given to another sequence"
             self.slots[new.slot] = Slot(new, list(unpack_i32(new.token_ids)), new.num_computed_tokens)
         self._take_pages(step, rows)
+        for new in step.new_sequences:
+            self._check_cached(self.slots[new.slot])
         sampled: list[tuple[int, int, LogprobColumns]] = []
         failed: list[tuple[int, str]] = []
         prompt_logprobs: list[SlotPromptLogprobs] = []
@@ -229,15 +249,27 @@ class FakeExecutor:
         for number, count in zip(rows, counts, strict=True):
             self.slots[number].pages.extend(pages[:count])
             del pages[:count]
-        held = [page for slot in self.slots.values() for page in slot.pages]
-        assert len(set(held)) == len(held), "a page has two owners"
-        assert all(1 <= page <= self.ready.num_pages for page in held)
+        for slot in self.slots.values():
+            assert len(set(slot.pages)) == len(slot.pages), "a sequence has a page twice"
+            assert all(1 <= page <= self.ready.num_pages for page in slot.pages)
+
+    def _check_cached(self, slot: Slot) -> None:
+        """What a new sequence need not compute lies in its pages before any row of the step is looked at."""
+        assert 0 <= slot.num_computed < len(slot.tokens), "nothing is left to compute"
+        found = [self._read(slot, position) for position in range(slot.num_computed)]
+        assert found == slot.tokens[: slot.num_computed], "the cached pages hold other tokens"
+        self.cached_tokens += slot.num_computed
+
+    def _read(self, slot: Slot, position: int) -> int | None:
+        return self.memory.get((slot.pages[position // self.page_size], position % self.page_size))
 
     def _compute(self, slot: Slot, end: int) -> None:
         assert end <= len(slot.tokens), "asked to compute tokens that are not known"
         assert end <= len(slot.pages) * self.page_size, "the pages do not hold what is computed"
+        others = [page for other in self.slots.values() if other is not slot for page in other.pages]
         for position in range(slot.num_computed, end):
             page = slot.pages[position // self.page_size]
+            assert page not in others, "a page that others hold is written to"
             self.memory[page, position % self.page_size] = slot.tokens[position]
         self.computed_tokens += end - slot.num_computed
         slot.num_computed = end
@@ -306,9 +338,11 @@ def collect(message: TokenOutputs, into: dict[tuple[int, int], Collected]) -> No
 class Engine:
     """A scheduler and its executor; every call checks the books."""
 
-    def __init__(self, ready: ExecutorReady, max_steps_in_flight: int = 2) -> None:
+    def __init__(
+        self, ready: ExecutorReady, max_steps_in_flight: int = 2, config: SchedulerConfig | None = None
+    ) -> None:
         self.ready = ready
-        self.scheduler = Scheduler(ready, max_steps_in_flight)
+        self.scheduler = Scheduler(ready, config, max_steps_in_flight)
         self.executor = FakeExecutor(ready)
         self.steps: list[SchedulerOutput] = []
         self.in_flight: deque[ModelRunnerOutput] = deque()
