@@ -1,0 +1,45 @@
+"""One picture of kept results: ringserve, another server and plain transformers, output tokens/s by requests at once.
+
+    python -P -m ringserve.bench.overview bench/results/compare-llamacpp.json bench/results/decode-2-threads.json \
+        bench/results/overview.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(compared: Path, decoded: Path, picture: Path) -> int:
+    """Draw ``picture`` from a result of ``bench compare`` and one of ``bench.decode``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not always installed
+    from matplotlib.figure import Figure
+
+    rates: dict[str, dict[int, float]] = {}
+    for entry in json.loads(compared.read_text())["summary"]:
+        rates.setdefault(entry["server"], {})[entry["point"]["concurrency"]] = entry["medians"]["output_tokens_per_s"]
+    plain = json.loads(decoded.read_text())["medians"]["transformers"]
+    points = sorted({point for series in rates.values() for point in series})
+    # It answers one request after the other, however many wait.
+    rates["transformers generate, sequential"] = dict.fromkeys(points, plain)
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    width = 0.8 / len(rates)
+    for index, (name, series) in enumerate(rates.items()):
+        left = [position + (index - (len(rates) - 1) / 2) * width for position in range(len(points))]
+        bars = axes.bar(left, [series[point] for point in points], width, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(points)), [str(point) for point in points])
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("output tokens/s")
+    axes.legend()
+    axes.grid(axis="y", alpha=0.3)
+    figure.savefig(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:4])))
