@@ -257,6 +257,64 @@ def command(tmp_path: Path) -> str:
     return f"{sys.executable} {script} {{port}}"
 
 
+HANGS = """
+import http.server, json, os, pathlib, sys, threading
+asked = pathlib.Path(sys.argv[2])
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "script"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        partial = asked.with_suffix(".partial")
+        partial.write_text(str(os.getpid()))
+        partial.rename(asked)
+        threading.Event().wait()
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "in_background"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
+)
+@pytest.mark.parametrize("name", ["compare", "startup"])
+def test_whatever_ends_it_ends_the_servers_it_started(
+    tmp_path: Path, name: str, number: signal.Signals, in_background: bool
+) -> None:
+    script, asked = tmp_path / "server.py", tmp_path / "asked"
+    script.write_text(HANGS)
+    server = f"{sys.executable} {script} {{port}} {asked}"
+    arguments = [sys.executable, "-P", "-m", "ringserve", "bench", name]
+    if name == "compare":
+        arguments += ["--command", f"one={server}", "--command", f"two={server}"]
+    else:
+        arguments += ["--command", server]
+    # Shells start the background jobs of a script with SIGINT ignored.
+    given = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_background else None
+    try:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    finally:
+        if in_background:
+            signal.signal(signal.SIGINT, given)
+    with process:
+        while not asked.exists():
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(asked.read_text()), 0)
+
+
 @pytest.mark.parametrize("extra", [(), ("--one-at-a-time",)])
 def test_compare_starts_and_ends_servers(tmp_path: Path, command: str, extra: tuple[str, ...]) -> None:
     file = tmp_path / "result.json"
