@@ -4,6 +4,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+# Processes that run test files side by side; WORKERS=0 for one process, as a debugger wants it.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: install install-dev serve chat test lint format bench clean
@@ -39,7 +41,7 @@ chat: install
 	$(BIN)/ringserve chat $(ARGS)
 
 test: install-dev
-	$(BIN)/python -P -m pytest $(ARGS)
+	$(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .
