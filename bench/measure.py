@@ -17,7 +17,7 @@ from ringserve.bench.http_client import Endpoint, Exchange, HttpClient
 from ringserve.bench.load import ClosedLoop, LoadGenerator, Prepared
 from ringserve.bench.load_options import LoadOptions, Point
 from ringserve.bench.metrics import Metrics, compute
-from ringserve.bench.processes import ProcessTree
+from ringserve.bench.processes import ProcessTree, is_local
 from ringserve.bench.prompts import Job
 from ringserve.bench.records import RequestRecord
 from ringserve.bench.stream import http_failure
@@ -89,7 +89,7 @@ async def _measure(
         if options.warmup:
             warm_jobs = map(warmer.prepare, islice(options.jobs(f"{seed} warm-up"), options.warmup))
             await warmer.run(warm_jobs, ClosedLoop(min(options.warmup, point.concurrency or 8)))
-        watch = SystemWatch(server)
+        watch = SystemWatch(server, elsewhere=server is None and not is_local(endpoint.host))
         ticker = asyncio.create_task(_tick(watch, generator, progress, f"{point}", count, options.duration))
         if not stopped:
             await generator.run(jobs, options.pace(point, seed), options.duration)
@@ -177,7 +177,7 @@ async def _find_model(endpoint: Endpoint, wait: float, timeout: float, check: Ca
             exchange = await client.get(f"{endpoint.path}/models", timeout)
             if exchange.status == 200 and exchange.failure is None:
                 return _first_model(endpoint, exchange)
-            failure = exchange.failure or http_failure(exchange.status, exchange.body())
+            failure = exchange.failure or http_failure(exchange.status, exchange.body(), exchange.location)
             if time.perf_counter() >= deadline or failure.kind not in _NOT_READY:
                 raise ServerUnusable(f"{endpoint.url}/models: {failure.kind.replace('_', ' ')}: {failure.message}")
             await asyncio.sleep(0.02)
@@ -188,7 +188,7 @@ async def _find_model(endpoint: Endpoint, wait: float, timeout: float, check: Ca
 def _first_model(endpoint: Endpoint, exchange: Exchange) -> str:
     try:
         return str(msgspec.json.decode(exchange.body())["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, IndexError, TypeError):
         raise ServerUnusable(
             f"{endpoint.url}/models: not an OpenAI list of models; give the name with --model"
         ) from None

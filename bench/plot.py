@@ -27,7 +27,11 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
-    """One line for each server, one point for each run: output tokens/s against TTFT and TPOT (p50, up to p99)."""
+    """One line for each server, one point for each run: output tokens/s against TTFT and TPOT (p50, up to p99).
+
+    Raises:
+        OptionError: it cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not always installed
     from matplotlib.figure import Figure
 
@@ -54,7 +58,10 @@ def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
         axes.grid(alpha=0.3)
         if axes.has_data() and len(series) > 1:
             axes.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise OptionError(f"--plot: {path}: {error.strerror}") from None
 
 
 def _value(run: Run) -> str:

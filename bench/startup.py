@@ -21,7 +21,7 @@ from ringserve.bench.metrics import percentile
 from ringserve.bench.processes import machine_cpu_seconds
 from ringserve.bench.prompts import Job, Turn
 from ringserve.bench.report import check_writable, document, write_json
-from ringserve.bench.server_command import CommandServer
+from ringserve.bench.server_command import CommandServer, split_command
 from ringserve.bench.system_use import NOTEWORTHY_CORES
 from ringserve.options import OptionError
 
@@ -56,8 +56,13 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     if given.runs < 1:
         raise OptionError(f"--runs: {given.runs} is below 1")
-    if given.command is not None and "{port}" not in given.command:
-        raise OptionError(f"--command: {given.command!r} has no {{port}} to listen on")
+    if given.command is not None:
+        try:
+            split_command(given.command)
+        except ValueError as error:
+            raise OptionError(f"--command: {error}") from None
+    if not given.start_timeout > 0:
+        raise OptionError(f"--start-timeout: {given.start_timeout} is not above 0")
     check_writable(given.json, "--json")
     console = Console()
     starts: list[Start] = []
