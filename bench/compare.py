@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ringserve.bench.http_client import Endpoint
@@ -252,7 +253,7 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), title="medians (ratio to the first: median, lowest-highest round)")
     table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(escape(name), justify="right", no_wrap=True)
     for point in dict.fromkeys(row.point for row in rows):
         here = {row.server: row for row in rows if row.point == point}
         table.add_row(f"[bold]{point}[/]")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +71,7 @@ async def _measure(
     server: ProcessTree | None,
     progress: Progress | None,
 ) -> Run:
+    _allow_many_connections()
     loop = asyncio.get_running_loop()
     client = HttpClient(endpoint)
     builder = options.builder(model)
@@ -93,6 +96,8 @@ async def _measure(
         ticker = asyncio.create_task(_tick(watch, generator, progress, f"{point}", count, options.duration))
         if not stopped:
             await generator.run(jobs, options.pace(point, seed), options.duration)
+        client.close()
+        await asyncio.sleep(0)  # the connections are closed now: there are descriptors again to read /proc with
         system = watch.finish()
         ticker.cancel()
     finally:
@@ -107,6 +112,13 @@ async def _measure(
         stopped=stopped,
         records=records if options.keep_records else None,
     )
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open descriptors, 1,024 on most systems, to the hard one: each request needs one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _prepared(

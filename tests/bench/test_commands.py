@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -195,6 +196,49 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """What cannot be opened is an error of its request; the figures are there all the same."""
+    file = tmp_path / "result.json"
+    load = ("--rate", "inf", "--num-requests", "60", "--output-tokens", "2", "--prompt-tokens", "2")
+    limited = (
+        "import resource, sys; from ringserve.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); sys.exit(main(sys.argv[1:]))"
+    )
+    with FakeOpenAI() as server:
+        arguments = ["bench", "serve", "--url", server.url, *load, "--json", str(file)]
+        done = subprocess.run([sys.executable, "-P", "-c", limited, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (run,) = read(file)["runs"]
+    assert run["metrics"]["completed"] > 0
+    assert [error["kind"] for error in run["metrics"]["errors"]] == ["connection_failed"]
+    assert "Too many open files" in run["metrics"]["errors"][0]["first_message"]
+
+
+def test_the_soft_limit_of_descriptors_does_not_bound_the_load(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 70, limits[1]))
+    try:
+        with FakeOpenAI() as server:
+            load = ("--rate", "inf", "--num-requests", "60", "--output-tokens", "2", "--prompt-tokens", "2")
+            assert serve(server.url, *load, "--json", str(tmp_path / "x.json")) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (run,) = read(tmp_path / "x.json")["runs"]
+    assert run["metrics"]["failed"] == 0
+
+
+def test_names_are_neither_markup_nor_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("[/x]", "[bold]", "$\\nope$")
+    with FakeOpenAI(model="$\\nope$") as server:
+        servers = [word for name in names for word in ("--server", f"{name}={server.url}")]
+        load = ("--rounds", "1", "--num-requests", "2", "--output-tokens", "3")
+        assert main(["bench", "compare", *servers, *load, "--plot", str(tmp_path / "x.svg")]) == 0
+        assert serve(server.url, *SMALL, "--plot", str(tmp_path / "y.svg")) == 0
+    table = capsys.readouterr().out.partition("medians")[2]
+    assert all(name in table for name in names)
 
 
 @pytest.mark.parametrize("key", ["\u2014", "a\r\nX: y"])
