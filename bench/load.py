@@ -51,7 +51,8 @@ class LoadGenerator:
         self._timeout = timeout
         self._think_time = think_time
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stopped = False
+        self.stopped = False
+        """By ``stop``."""
 
     def prepare(self, job: Job) -> Prepared:
         """Encode the first request of a job."""
@@ -82,14 +83,14 @@ class LoadGenerator:
 
     def stop(self) -> None:
         """End the run now; what is in flight is recorded as interrupted."""
-        self._stopped = True
+        self.stopped = True
         for task in list(self._tasks):
             task.cancel()
 
     async def _work(self, jobs: Iterator[Prepared], delay: float, until: float | None) -> None:
         if delay:
             await asyncio.sleep(delay)
-        while not self._stopped and (until is None or time.perf_counter() < until):
+        while not self.stopped and (until is None or time.perf_counter() < until):
             prepared = next(jobs, None)
             if prepared is None:
                 return

@@ -88,8 +88,8 @@ async def _measure(
 
     loop.add_signal_handler(signal.SIGINT, stop)
     try:
-        jobs, count = _prepared(options, point, seed, generator)
-        if options.warmup:
+        jobs, count = await _prepared(options, point, seed, generator)
+        if options.warmup and not stopped:
             warm_jobs = map(warmer.prepare, islice(options.jobs(f"{seed} warm-up"), options.warmup))
             await warmer.run(warm_jobs, ClosedLoop(min(options.warmup, point.concurrency or 8)))
         watch = SystemWatch(server, elsewhere=server is None and not is_local(endpoint.host))
@@ -121,15 +121,24 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _prepared(
+async def _prepared(
     options: LoadOptions, point: Point, seed: str, generator: LoadGenerator
 ) -> tuple[Iterator[Prepared], int | None]:
-    """(jobs, how many requests): encoded before the run, except where only a duration limits their number."""
+    """(jobs, how many requests): encoded before the run, except where only a duration limits their number.
+
+    A long trace takes its time: Ctrl-C is looked for in between.
+    """
     jobs = map(generator.prepare, options.jobs(seed))
     number = options.number_of_jobs(point)
     if number is None and options.duration is not None:
         return jobs, None
-    ready = list(islice(jobs, number))
+    ready: list[Prepared] = []
+    for prepared in islice(jobs, number):
+        ready.append(prepared)
+        if len(ready) % 64 == 0:
+            await asyncio.sleep(0)
+            if generator.stopped:
+                break
     return iter(ready), sum(len(prepared.job.turns) for prepared in ready)
 
 

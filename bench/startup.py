@@ -1,4 +1,4 @@
-"""``ringserve bench startup``: from ``exec`` to ready, and to the first token of a one-token chat answer.
+"""``ringserve bench startup``: from ``exec`` to ready, and to the first token of an answer of one token.
 
 Each run starts a server anew. The first one fills the page cache and is not counted.
 """
@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ringserve.bench.bodies import BodyBuilder
+from ringserve.bench.bodies import Api, BodyBuilder
 from ringserve.bench.measure import ServerUnusable, ask_once
 from ringserve.bench.metrics import percentile
 from ringserve.bench.processes import machine_cpu_seconds
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command", metavar="COMMAND", help="server to start, with {port} in it (default: ringserve serve)"
     )
+    parser.add_argument("--api", choices=("completions", "chat"), default="chat", help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="counted ones (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, the machine and the versions")
@@ -69,7 +70,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     status = 0
     try:
         for number in range(given.runs + 1):
-            start = one_start(given.command or OURS, given.start_timeout)
+            start = one_start(given.command or OURS, given.start_timeout, given.api)
             counted = "" if number else " (not counted)"
             console.print(
                 f"ready after {start.ready:.2f} s, first token after {start.first_token:.2f} s{counted}",
@@ -90,7 +91,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     return status
 
 
-def one_start(command: str | Sequence[str], timeout: float) -> Start:
+def one_start(command: str | Sequence[str], timeout: float, api: Api = "chat") -> Start:
     """Start, ask for one token, end.
 
     Raises:
@@ -100,7 +101,7 @@ def one_start(command: str | Sequence[str], timeout: float) -> Start:
     with CommandServer(command) as server:
         model = server.wait_until_ready(timeout)
         ready = time.perf_counter()
-        answer = ask_once(server.endpoint, BodyBuilder("chat", model), Job((Turn("Hello", 1),)), timeout)
+        answer = ask_once(server.endpoint, BodyBuilder(api, model), Job((Turn("Hello", 1),)), timeout)
         if answer.failure is not None:
             raise ServerUnusable(f"{answer.failure.kind}: {answer.failure.message}\n{server.last_output()}")
         used = server.tree.cpu_seconds()

@@ -360,6 +360,17 @@ def test_ctrl_c_reports_what_there_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert "requests interrupted" in out
 
 
+def test_ctrl_c_while_requests_are_prepared(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeOpenAI() as server:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        started = time.perf_counter()
+        assert serve(server.url, "--num-requests", "200000") == 130  # half a minute and a gigabyte
+        assert time.perf_counter() - started < 8
+        timer.join()
+        assert server.calls == []
+
+
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "plot.svg"
     with FakeOpenAI(model="a") as one, FakeOpenAI(fake.pairs, model="b") as two:
@@ -493,9 +504,10 @@ def test_compare_needs_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert "two or more servers" in capsys.readouterr().err
 
 
-def test_startup(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("extra", [(), ("--api", "completions")])
+def test_startup(tmp_path: Path, command: str, extra: tuple[str, ...]) -> None:
     file = tmp_path / "result.json"
-    assert main(["bench", "startup", "--command", command, "--runs", "2", "--json", str(file)]) == 0
+    assert main(["bench", "startup", "--command", command, "--runs", "2", "--json", str(file), *extra]) == 0
     result = read(file)
     assert len(result["runs"]) == 2
     for name in ("ready", "first_token"):
