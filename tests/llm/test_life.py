@@ -181,6 +181,25 @@ def test_a_script_without_main_guard_that_never_closes(tiny: Path, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_the_end_of_a_script_under_a_daemon_threads_call(tiny: Path) -> None:
+    script = (
+        "import threading, time\n"
+        "from ringserve import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny)!r}, threads=1, show_progress=False)\n"
+        "print(*llm.pids().values())\n"
+        "long = SamplingParams(max_tokens=400, ignore_eos=True)\n"
+        "threading.Thread(target=lambda: llm.generate(['a'] * 500, long), daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert wait_for_end([int(pid) for pid in done.stdout.split()]) == []
+    assert "OSError" not in done.stderr
+    assert "EngineDied" not in done.stderr  # the thread may get to say EngineClosed, or nothing
+
+
 def test_sigkill_leaves_nothing(tiny: Path) -> None:
     """Typed in on standard input, as in an interactive session."""
     code = (
