@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"ringserve bench {name}", description=_COMMANDS[name].capitalize() + ".", allow_abbrev=False
+        prog=f"ringserve bench {name}",
+        description=_COMMANDS[name][:1].upper() + _COMMANDS[name][1:] + ".",
+        allow_abbrev=False,
     )
     match name:
         case "serve":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -84,6 +83,13 @@ class LoadOptions:
     def _times(self) -> Iterator[Job]:
         assert isinstance(self.dataset, Trace)
         return (Job((), arrival.at / self.dataset.speed) for arrival in self.dataset.arrivals())
+
+
+def api_key(text: str) -> str:
+    """A key as argparse takes it: it must fit into a header line."""
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("a key has printable ASCII characters only")
+    return text
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,8 +200,13 @@ def _check_ranges(given: argparse.Namespace) -> None:
         if value is not None and not value > 0:
             raise OptionError(f"{_flag(name)}: {value:g} is not above 0")
     for name in ("ramp", "think_time", "warmup", "prefix_tokens"):
-        if getattr(given, name) < 0:
-            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is below 0")
+        if not getattr(given, name) >= 0:
+            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is not 0 or above")
+    if given.burstiness < 1e-3:
+        raise OptionError(f"--burstiness: {given.burstiness:g} is below 0.001")
+    for name in ("burstiness", "ramp", "think_time", "temperature"):
+        if not math.isfinite(getattr(given, name)):
+            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is not a finite number")
 
 
 def _flag(name: str) -> str:
@@ -232,6 +243,8 @@ def _dataset(given: argparse.Namespace) -> Dataset:
     output = _lengths("--output-tokens", given.output_tokens) if given.output_tokens else None
     if given.dataset != "random" and given.dataset_path is None:
         raise OptionError(f"--dataset {given.dataset}: needs --dataset-path")
+    if given.dataset == "random" and given.dataset_path is not None:
+        raise OptionError("--dataset-path: needs --dataset, which says what the file is")
     if given.dataset == "sharegpt":
         return Conversations(given.dataset_path, output, given.turns)
     units = _units(given)
@@ -287,8 +300,8 @@ def _parameters(given: argparse.Namespace) -> dict[str, Any]:
     if given.sampling_seed is not None:
         parameters["seed"] = given.sampling_seed
     try:
-        extra = json.loads(given.extra_body)
-    except ValueError as error:
+        extra = msgspec.json.decode(given.extra_body)
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"--extra-body: not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise OptionError("--extra-body: not a JSON object")
@@ -299,10 +312,12 @@ def _objectives(given: list[str]) -> dict[str, float]:
     found = {}
     for text in given:
         name, _, limit = text.partition(":")
+        if name in found:
+            raise OptionError(f"--goodput: {name} is given twice")
         try:
             found[name] = float(limit)
         except ValueError:
             found[name] = math.nan
-        if name not in OBJECTIVES or not found[name] > 0:
+        if name not in OBJECTIVES or not 0 < found[name] < math.inf:
             raise OptionError(f"--goodput: {text!r} is not {', '.join(f'{each}:MS' for each in OBJECTIVES)}")
     return found
