@@ -46,6 +46,7 @@ from ringserve.shm import (
     Producer,
     ProducerEnd,
     RingObserverEnd,
+    Transport,
     create_channel,
     create_doorbell,
 )
@@ -193,21 +194,23 @@ class ChannelNodeSpec:
 class ChannelNode:
     def __init__(self, spec: ChannelNodeSpec) -> None:
         self._bell = Doorbell.attach(spec.bell)
-        self._consumers = [Consumer.attach(end) for end in spec.inbox]
+        self._consumers = tuple(Consumer.attach(end) for end in spec.inbox)
         self._producers = {name: Producer.attach(end) for name, end in spec.outbox}
+        self._put = {name: producer.put_nowait for name, producer in self._producers.items()}
 
     def send(self, target: str, data: bytes) -> None:
-        self._producers[target].put_nowait(data)
+        self._put[target](data)
 
     def receive(self) -> list[bytes]:
         for producer in self._producers.values():
             producer.flush()
-        while True:
-            messages = [data for consumer in self._consumers for data in consumer.drain()]
-            if messages:
-                return messages
+        messages: list[bytes] = []
+        while not messages:
             if self._bell.arm(self._consumers, ()):
                 self._bell.wait()
+            for consumer in self._consumers:
+                messages += consumer.drain()
+        return messages
 
     def close(self) -> None:
         ends: list[Any] = [*self._consumers, *self._producers.values(), self._bell]
@@ -287,7 +290,8 @@ class Path:
         self._decode = msgspec.msgpack.Decoder(union).decode
 
     def _channels(self, transport: str) -> dict[str, Any]:
-        bells = {name: create_doorbell(name) for name in NAMES}
+        chosen: Transport = "ring" if transport == "ring" else "socket"
+        bells = {name: create_doorbell(name, transport=chosen) for name in NAMES}
         channels = {}
         for left, right in EDGES:
             for source, target in ((left, right), (right, left)):
@@ -295,7 +299,7 @@ class Path:
                     f"{source}>{target}",
                     producer=bells[source],
                     consumer=bells[target],
-                    transport="ring" if transport == "ring" else "socket",
+                    transport=chosen,
                 )
                 channels[source, target] = channel
                 if (end := channel.observer()) is not None:

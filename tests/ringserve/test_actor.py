@@ -38,7 +38,7 @@ class Neighbour:
     """The scheduler's end, in the test's process, and the actor under test in a child."""
 
     def __init__(self, on_loop: bool, transport: Transport, at_the_edge: bool = False) -> None:
-        bells = {name: create_doorbell(name) for name in ("scheduler", "executor")}
+        bells = {name: create_doorbell(name, transport=transport) for name in ("scheduler", "executor")}
         down = create_channel("down", producer=bells["scheduler"], consumer=bells["executor"], transport=transport)
         up = create_channel("up", producer=bells["executor"], consumer=bells["scheduler"], transport=transport)
         self.doorbell = Doorbell.attach(bells["scheduler"])

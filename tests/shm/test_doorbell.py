@@ -13,7 +13,8 @@ import pytest
 from shm_workshop import Workshop
 
 from ringserve.shm import AttachError, Consumer, Doorbell, Phase, Producer, ShmError, create_channel, create_doorbell
-from ringserve.shm.fallback import PurePythonBell, format_bell
+from ringserve.shm.bell_page import format_bell
+from ringserve.shm.socket_bell import SocketBell
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_several_producers_share_one_doorbell(workshop: Workshop) -> None:
 
 def test_no_ring_while_awake() -> None:
     """A ring's producer spares the system call while the consumer is awake."""
-    source, sink = create_doorbell("source"), create_doorbell("sink")
+    source, sink = (create_doorbell(name, transport="ring") for name in ("source", "sink"))
     channel = create_channel("c", producer=source, consumer=sink, transport="ring")
     bell, producer, consumer = (
         Doorbell.attach(sink),
@@ -199,10 +200,10 @@ def test_the_python_doorbell_keeps_the_contract() -> None:
     """Machines without the extension use this one; it shares the page's layout."""
     handle = create_doorbell("x")
     page, event = handle.filenos()
-    bell = Doorbell("x", PurePythonBell(page, event))
+    bell = Doorbell("x", SocketBell(page, event))
     assert handle.pid == os.getpid()
     with pytest.raises(AttachError):
-        Doorbell("y", PurePythonBell(page, event))
+        Doorbell("y", SocketBell(page, event))
     bell.phase = Phase.loading
     bell.beat(99)
     assert (handle.phase, handle.heartbeat_ns, bell.phase) == (Phase.loading, 99, Phase.loading)
@@ -217,7 +218,7 @@ def test_the_python_doorbell_keeps_the_contract() -> None:
     assert bell.statistics().wakes == 1
     os.pwrite(page, b"\0", 0)
     with pytest.raises(AttachError):
-        PurePythonBell(page, event)
+        SocketBell(page, event)
     format_bell(page)
     bell.close()
     bell.close()

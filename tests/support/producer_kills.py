@@ -73,7 +73,7 @@ def victim(producer: Producer, bell: Doorbell, seed: int) -> None:
 
 def kill_one(seed: int) -> Outcome:
     """Fork a victim, read along, kill it after a random while, read what is left."""
-    mine, theirs = create_doorbell("reader"), create_doorbell("victim")
+    mine, theirs = (create_doorbell(name, transport="ring") for name in ("reader", "victim"))
     channel = create_channel("victim>reader", producer=theirs, consumer=mine, capacity=CAPACITY, transport="ring")
     pid = os.fork()
     if pid == 0:
