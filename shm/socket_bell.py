@@ -41,7 +41,7 @@ class SocketBell(BellPage):
         self._watch: tuple[int, ...] = ()
         self._watching = select.poll()
         self._waiting = 0  # threads inside wait()
-        self._rings = 0
+        self._arms = self._refused_arms = self._waits = self._wakes = self._rings = self._spurious_wakes = 0
         self._progress = 0
         self._woken = False
 
@@ -72,7 +72,7 @@ class SocketBell(BellPage):
             if fd == self._event_fd:
                 os.eventfd_read(fd)
         self._woken = True
-        self._words64[_WAKES] += 1
+        self._wakes += 1
         for end in self._consumers:
             end.unread = True  # one of them; finding out which is cheapest where it is read
 
@@ -80,10 +80,12 @@ class SocketBell(BellPage):
         """False if an end is known to have something. True: what came since it was last looked at will wake us."""
         if self._event_fd < 0 or self._generation != FORKS.generation:
             self._check()
-        if tuple(consumers) != self._consumers or tuple(producers) != self._producers:
-            self._leave_out(consumers, producers)
-        epoll, counters = self._epoll, self._words64
-        counters[_ARMS] += 1
+        if consumers is not self._consumers or producers is not self._producers:  # tuples do not change
+            consumers, producers = tuple(consumers), tuple(producers)
+            if consumers != self._consumers or producers != self._producers:
+                self._leave_out(consumers, producers)
+        epoll = self._epoll
+        self._arms += 1
         progress = 0
         ready = False
         for consumer in self._consumers:
@@ -99,19 +101,24 @@ class SocketBell(BellPage):
                     producer.watch(epoll)
                 if producer.ready():
                     ready = True
+        words = self._words64
+        words[_ARMS] = self._arms
         if ready:
-            counters[_REFUSED_ARMS] += 1
+            self._refused_arms = words[_REFUSED_ARMS] = self._refused_arms + 1
             return False
         if self._woken:
-            counters[_SPURIOUS_WAKES] += progress == self._progress
+            if progress == self._progress:
+                self._spurious_wakes = words[_SPURIOUS_WAKES] = self._spurious_wakes + 1
             self._woken = False
+            words[_WAKES] = self._wakes
         self._progress = progress
+        words[_WAITS] = self._waits
         return True
 
-    def _leave_out(self, consumers: Sequence[SocketConsumer], producers: Sequence[SocketProducer]) -> None:
+    def _leave_out(self, consumers: tuple[SocketConsumer, ...], producers: tuple[SocketProducer, ...]) -> None:
         """Only the ends of the new sets may wake us: a consumer that is not drained would do so for ever."""
         before: tuple[SocketEnd, ...] = (*self._consumers, *self._producers)
-        self._consumers, self._producers = tuple(consumers), tuple(producers)
+        self._consumers, self._producers = consumers, producers
         for end in before:
             if end.watched_by is self._epoll and end not in self._consumers and end not in self._producers:
                 end.unwatch()
@@ -126,7 +133,7 @@ class SocketBell(BellPage):
     def wait(self, timeout: float | None, watch: Sequence[int]) -> tuple[int, ...]:
         if self._event_fd < 0 or self._generation != FORKS.generation:
             self._check()
-        self._words64[_WAITS] += 1
+        self._waits += 1
         if timeout is not None:  # a NaN is "do not wait" too
             timeout = min(timeout, _MAX_TIMEOUT) if timeout > 0 else 0.0
         if watch:
@@ -170,9 +177,7 @@ class SocketBell(BellPage):
 
     def counters(self) -> tuple[int, int, int, int, int, int, int]:
         """arms, refused_arms, waits, wakes, rings, spurious_wakes, spins."""
-        self._check()
-        arms, refused, waits, wakes, spurious = self._words64[_ARMS : _SPURIOUS_WAKES + 1]
-        return arms, refused, waits, wakes, self._rings, spurious, 0
+        return self._arms, self._refused_arms, self._waits, self._wakes, self._rings, self._spurious_wakes, 0
 
     def close(self) -> None:
         if self._event_fd < 0:
