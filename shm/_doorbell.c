@@ -180,8 +180,7 @@ static PyObject *bell_disarm(Bell *bell, PyObject *Py_UNUSED(ignored)) {
     Py_RETURN_NONE;
 }
 
-/* 1 if an end has something to do, 0 if not, -1 with an exception; adds to *progress. Ends of other transports answer
- * ready() and progress(). */
+/* 1 if an end has something to do, 0 if not, -1 with an exception; adds to *progress. */
 static int end_ready(PyObject *end, uint64_t *progress) {
     if (PyObject_TypeCheck(end, consumer_type)) {
         *progress += consumer_progress((RingConsumer *)end);
@@ -191,17 +190,8 @@ static int end_ready(PyObject *end, uint64_t *progress) {
         *progress += producer_progress((RingProducer *)end);
         return producer_ready((RingProducer *)end);
     }
-    PyObject *count = PyObject_CallMethod(end, "progress", NULL);
-    if (count == NULL)
-        return -1;
-    *progress += PyLong_AsUnsignedLongLong(count);
-    Py_DECREF(count);
-    PyObject *answer = PyErr_Occurred() ? NULL : PyObject_CallMethod(end, "ready", NULL);
-    if (answer == NULL)
-        return -1;
-    int ready = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return ready;
+    PyErr_SetString(PyExc_TypeError, "a doorbell for rings watches the ends of rings");
+    return -1;
 }
 
 static int any_ready(PyObject *ends, uint64_t *progress) {

@@ -12,8 +12,8 @@ import socket
 from dataclasses import dataclass
 from typing import Literal
 
-from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.bell_page import PAGE_SIZE
+from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.doorbell import DoorbellHandle
 from ringserve.shm.observer import RingObserverEnd
 from ringserve.shm.roles import Consumer, Producer

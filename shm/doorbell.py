@@ -142,7 +142,8 @@ class Doorbell:
         return cls(handle.name, handle.open_bell())
 
     def fileno(self) -> int:
-        """Readable when rung: the eventfd, or for sockets an epoll that holds it. For ``loop.add_reader``; remove the reader before ``close``."""
+        """Readable when rung: the eventfd, or for sockets an epoll that holds it. For ``loop.add_reader``; remove the
+        reader before ``close``."""
         return self._bell.fileno()
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import select
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringserve.shm.bell_page import COUNTERS, HEARTBEAT_NS, PHASE, PID, BellPage
 from ringserve.shm.errors import AttachError, ShmError
@@ -76,8 +76,8 @@ class SocketBell(BellPage):
         for end in self._consumers:
             end.unread = True  # one of them; finding out which is cheapest where it is read
 
-    def arm(self, consumers: Sequence[SocketConsumer], producers: Sequence[SocketProducer]) -> bool:
-        """False if an end is known to have something. True: what came since it was last looked at will wake us."""
+    def arm(self, consumers: Sequence[Any], producers: Sequence[Any]) -> bool:
+        """Of SocketConsumers and SocketProducers. False if an end is known to have something. True: what came since it was last looked at will wake us."""
         if self._event_fd < 0 or self._generation != FORKS.generation:
             self._check()
         if consumers is not self._consumers or producers is not self._producers:  # tuples do not change

@@ -311,7 +311,8 @@ class SocketConsumer(SocketEnd, Consumer):
             self._check()
             self._raise_end()
         chunk = self._chunk
-        if not chunk:
+        looked = not chunk
+        if looked:
             chunk = self._read()
             size = len(chunk)
             if size >= 8:  # nearly always exactly one whole message: without the loop, this takes half of the time
@@ -323,7 +324,7 @@ class SocketConsumer(SocketEnd, Consumer):
                     self._bytes += length
                     return [chunk[8:]]
         messages: list[bytes] = []
-        self._take(chunk, messages, max_messages, max_bytes)
+        self._take(chunk, looked, messages, max_messages, max_bytes)
         if self._end is not None:
             self.unread = True
             if not messages:
@@ -347,8 +348,8 @@ class SocketConsumer(SocketEnd, Consumer):
         self.unread = len(chunk) == _READ or self._peer_pid != 0  # a shorter one was all there was
         return chunk
 
-    def _take(self, chunk: bytes, messages: list[bytes], max_messages: int, max_bytes: int) -> None:
-        """Take frames out of ``chunk`` and what follows it, within the bounds."""
+    def _take(self, chunk: bytes, looked: bool, messages: list[bytes], max_messages: int, max_bytes: int) -> None:
+        """Take frames out of ``chunk`` and what follows it, within the bounds. ``looked``: it was read just now."""
         at, word, longest = self._at, self._word, self._max_payload
         begin, size = at, len(chunk)
         within = True
@@ -369,8 +370,9 @@ class SocketConsumer(SocketEnd, Consumer):
                 within = at - begin < max_bytes and len(messages) < max_messages
             self.progress += at - begin
             max_bytes -= at - begin
-            if not within or not self.unread or self._end is not None:
+            if not within or self._end is not None or ((looked or messages) and not self.unread):
                 break
+            looked = True
             more = self._read()
             chunk = chunk[at:] + more if at < size else more
             begin, at, size = 0, 0, len(chunk)
