@@ -23,7 +23,7 @@ class Sender(Generic[T]):
         """Encoded bytes that are not in the channel yet."""
         self._max_pending_bytes = max_pending_bytes
         self._encode = msgspec.msgpack.Encoder().encode
-        self._try_put = producer.try_put
+        self._try_put, self._flush = producer.try_put, producer.flush
         self._max_payload = producer.max_payload
         self._pending: deque[bytes] = deque()
         self._offset = 0  # how far the first pending message is in the channel already
@@ -53,7 +53,7 @@ class Sender(Generic[T]):
         this process's doorbell will be rung once there is room: flush again."""
         if self._pending:
             self._push()
-        self.producer.flush()
+        self._flush()
         return not self._pending
 
     def _push(self) -> None:
@@ -79,6 +79,7 @@ class Receiver(Generic[T]):
 
     def __init__(self, consumer: Consumer, type: Any) -> None:
         self.consumer = consumer
+        self._drain = consumer.drain
         self._decode = msgspec.msgpack.Decoder(type).decode
         self._failure: ShmError | None = None
 
@@ -87,11 +88,17 @@ class Receiver(Generic[T]):
         decoder's words and path, after the messages before them were returned. Raises what ``Consumer.drain`` does."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        decode = self._decode
+        batch = self._drain()
+        try:
+            return list(map(self._decode, batch))
+        except msgspec.DecodeError:
+            return self._before_the_fault(batch)
+
+    def _before_the_fault(self, batch: list[bytes]) -> list[T]:
         messages: list[T] = []
         try:
-            for data in self.consumer.drain():
-                messages.append(decode(data))
+            for data in batch:
+                messages.append(self._decode(data))
         except msgspec.DecodeError as error:
             self._failure = CorruptFrame(f"not a message of this channel: {error}")
             if not messages:
