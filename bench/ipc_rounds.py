@@ -235,7 +235,6 @@ class Measurement:
                 rounds_cpu_us=tuple(_rounded(found.cpu_us) for found in rounds) if has_cpu else (),
             )
 
-
     def _bounds(self) -> Iterator[Bound]:
         at_once = min(len(self._cpus), len(ipc_engine.NAMES))
         for family, rounds in self._codec_us.items():

@@ -77,7 +77,8 @@ class SocketBell(BellPage):
             end.unread = True  # one of them; finding out which is cheapest where it is read
 
     def arm(self, consumers: Sequence[Any], producers: Sequence[Any]) -> bool:
-        """Of SocketConsumers and SocketProducers. False if an end is known to have something. True: what came since it was last looked at will wake us."""
+        """Of SocketConsumers and SocketProducers. False if an end is known to have something. True: what came since it
+        was last looked at will wake us too."""
         if self._event_fd < 0 or self._generation != FORKS.generation:
             self._check()
         if consumers is not self._consumers or producers is not self._producers:  # tuples do not change

@@ -13,16 +13,7 @@ import pytest
 import uvloop
 from shm_workshop import Link, Workshop
 
-from ringserve.shm import (
-    ChannelClosed,
-    Consumer,
-    Doorbell,
-    PeerDied,
-    Producer,
-    create_channel,
-    create_doorbell,
-    socket_ends,
-)
+from ringserve.shm import ChannelClosed, Consumer, Doorbell, PeerDied, Producer, socket_ends
 from ringserve.shm.channel import SocketCarrier
 
 NOTHING: list[Producer] = []
@@ -401,29 +392,3 @@ def test_frames_arrive_in_pieces(link: Link, raw: socket.socket) -> None:
         got += link.consumer.drain()
     assert got == [bytes([number]) * length for number, length in enumerate((0, 1, 5, 300, 0, 8))]
     assert link.consumer.statistics().bytes == 314
-
-
-# --------------------------------------------------------------------------------------------- one transport each
-
-
-@pytest.mark.parametrize(("transport", "producer", "consumer"), [
-    ("ring", "ring", "socket"),
-    ("ring", "socket", "ring"),
-    ("socket", "ring", "ring"),
-    ("auto", "ring", "socket"),
-])  # fmt: skip
-def test_a_channel_and_its_doorbells_are_of_one_transport(transport: str, producer: str, consumer: str) -> None:
-    bells = [create_doorbell(f"a {kind} one", transport=kind) for kind in (producer, consumer)]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="transport"):
-        create_channel("c", producer=bells[0], consumer=bells[1], transport=transport)  # type: ignore[arg-type]
-    for bell in bells:
-        bell.close()
-
-
-def test_auto_is_the_doorbells_transport() -> None:
-    bells = [create_doorbell("a", transport="socket"), create_doorbell("b", transport="socket")]
-    channel = create_channel("c", producer=bells[0], consumer=bells[1])
-    assert channel.transport == "socket"
-    channel.close()
-    for bell in bells:
-        bell.close()
