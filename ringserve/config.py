@@ -170,7 +170,7 @@ class TransportConfig(_Group, frozen=True):
     transport: Annotated[
         Literal["auto", "ring", "socket"],
         Meta(
-            description="ring: shared memory (needs the C extension); socket: SOCK_SEQPACKET; "
+            description="ring: shared memory (needs the C extension); socket: a pair of Unix sockets; "
             "auto: ring where it can be built."
         ),
     ] = "auto"
