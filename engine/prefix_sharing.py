@@ -24,7 +24,7 @@ class PrefixSharing:
 
     def __init__(self, kv: KVManager, enabled: bool) -> None:
         self._kv = kv
-        self._enabled = enabled
+        self.enabled = enabled
         self._computing: dict[PageKey, Sequence] = {}
         """Pages of prompts that running sequences have yet to compute, with the one that does."""
         self.num_queries = 0
@@ -33,7 +33,7 @@ class PrefixSharing:
 
     def lookup(self, sequence: Sequence) -> list[int] | None:
         """Cached pages that ``sequence`` may start with; None while the next one is just being computed."""
-        if not self._enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
+        if not self.enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
             return []
         self._extend_keys(sequence)
         # The last known token is computed anyway: the next token is drawn from its logits.
@@ -48,7 +48,7 @@ class PrefixSharing:
         num_tokens = len(pages) * self._kv.page_size
         sequence.num_computed_tokens = num_tokens
         sequence.num_registered_pages = len(pages)
-        if not self._enabled:
+        if not self.enabled:
             return
         num_prompt_tokens = sequence.request.num_prompt_tokens
         if not sequence.first_scheduled_ns and sequence.sampling.prompt_logprobs < 0:
@@ -66,7 +66,7 @@ class PrefixSharing:
             sequence.num_computed_tokens, sequence.request.num_prompt_tokens + len(sequence.output_token_ids)
         )
         first, end = sequence.num_registered_pages, num_tokens // self._kv.page_size
-        if first >= end or not self._enabled:
+        if first >= end or not self.enabled:
             return
         self._extend_keys(sequence)
         for index in range(first, end):

@@ -17,8 +17,9 @@ This module knows no clock, no ring, no text and no model.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from dataclasses import astuple
+from itertools import compress
 from typing import Literal
 
 from ringserve.config import SchedulerConfig
@@ -30,12 +31,12 @@ from ringserve.engine.output_collector import OutputCollector
 from ringserve.engine.policy import make_policy
 from ringserve.engine.prefix_sharing import PrefixSharing
 from ringserve.engine.residents import Residents
-from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch, split_logprobs
-from ringserve.engine.scheduler_step import PlannedRow, StepPlan, StepRecord, StepResult
+from ringserve.engine.scheduler_outputs import NO_LOGPROBS, LogprobEntry, OutputBatch, split_logprobs
+from ringserve.engine.scheduler_step import StepPlan, StepRecord, StepResult
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
 from ringserve.engine.step_message import step_message
 from ringserve.engine.step_planner import StepPlanner
-from ringserve.engine.step_time import StepShape, StepTimeModel
+from ringserve.engine.step_time import StepShape, StepTimeModel, pairs
 from ringserve.engine.token_budget import TokenBudget
 from ringserve.engine.wait_prediction import Prediction, WaitPredictor
 from ringserve.messages import (
@@ -52,6 +53,7 @@ from ringserve.messages import (
     unpack_i32,
 )
 
+_FINISHED = SequenceStatus.FINISHED
 _SWEEP_INTERVAL_NS = 20_000_000
 """How often the queue is searched for requests that have waited too long."""
 
@@ -138,16 +140,17 @@ class Scheduler:
         refused = why_impossible(message, self._max_model_len, known=message.request_id in self._requests)
         if refused is not None:
             return refused
-        request = Request.of(message, self._max_model_len, now_ns)
+        request = Request.of(message, self._max_model_len, self._eos_token_ids, now_ns)
         resumed = {choice.choice: choice for choice in message.resumed}
         sequences: list[Sequence] = []
         for choice in range(message.n):
-            sequence = Sequence(request, choice, arrival=self._next_arrival + len(sequences))
+            output_token_ids = array("i")
             if choice in resumed:
                 if resumed[choice].finish_reason is not None:
                     continue
-                sequence.output_token_ids.frombytes(resumed[choice].token_ids)
-            sequences.append(sequence)
+                output_token_ids.frombytes(resumed[choice].token_ids)
+            arrival = self._next_arrival + len(sequences)
+            sequences.append(Sequence(request, choice, arrival, output_token_ids=output_token_ids))
         if sequences and not message.resumed:  # what the server has begun it finishes
             refused = self._why_refused(sequences[0], now_ns)
             if refused is not None:
@@ -161,7 +164,7 @@ class Scheduler:
             self._num_impatient += self._is_impatient(request)
         for sequence in sequences:
             if sequence.output_token_ids:
-                self._append(sequence, (), ())
+                self._finish_if_over(sequence, (), ())
         return None
 
     def abort(self, request_id: int, choice: int = ALL_CHOICES, reason: Literal["abort", "stop"] = "abort") -> None:
@@ -235,24 +238,38 @@ class Scheduler:
         return self._commit(plan, now_ns) if plan.num_tokens else None
 
     def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
-        rows, spans = [], []
-        register = self._prefixes.register
-        for sequence, num_tokens in plan.num_tokens.items():
-            num_computed = sequence.num_computed_tokens
-            spans.append((num_computed, num_tokens))
-            sequence.num_computed_tokens = num_computed = num_computed + num_tokens
-            register(sequence)
-            samples = num_computed == sequence.num_known_tokens
-            rows.append(PlannedRow(sequence, sequence.slot, num_tokens, samples))
+        record = self._record(plan, now_ns)
         for sequence in plan.admitted:
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
-        step_id = self._next_step_id
+        message = step_message(record, plan, self._residents.take_freed_slots())
         self._next_step_id += 1
-        message = step_message(step_id, plan, rows, self._residents.take_freed_slots(), now_ns)
-        for row in rows:
-            row.sequence.num_pending_tokens += row.samples
-        self._in_flight.append(StepRecord(step_id, now_ns, tuple(rows), StepShape.of(spans)))
+        self._in_flight.append(record)
         return message
+
+    def _record(self, plan: StepPlan, now_ns: int) -> StepRecord:
+        """Book the tokens of the step as computed, and what it draws as known."""
+        page_size, prefixes = self._kv.page_size, self._prefixes
+        slots, samples = [], []
+        num_prompt_tokens = num_context_tokens = num_pairs = 0
+        for sequence, num_tokens in plan.num_tokens.items():
+            num_before = sequence.num_computed_tokens
+            sequence.num_computed_tokens = num_computed = num_before + num_tokens
+            known = sequence.num_known_tokens
+            fills = (sequence.num_registered_pages + 1) * page_size
+            if num_computed >= fills and known - sequence.num_pending_tokens >= fills and prefixes.enabled:
+                prefixes.register(sequence)
+            slots.append(sequence.slot)
+            samples.append(num_computed == known)
+            if num_computed == known:
+                sequence.num_pending_tokens += 1
+                sequence.num_known_tokens = known + 1
+            num_context_tokens += num_computed
+            if num_tokens > 1:
+                num_prompt_tokens += num_tokens
+                num_pairs += pairs(num_before, num_tokens)
+        counts = list(plan.num_tokens.values())
+        shape = StepShape(len(counts), sum(counts), num_prompt_tokens, num_context_tokens, num_pairs)
+        return StepRecord(self._next_step_id, now_ns, list(plan.num_tokens), slots, counts, samples, shape)
 
     # ------------------------------------------------------------------------------------ update_from_output
 
@@ -266,31 +283,10 @@ class Scheduler:
         self._num_computed_tokens += record.shape.num_tokens
         self._step_times.observe(record.shape, self._executor_times.on_result(output))
         if output.prompt_logprobs:
-            by_slot = {row.slot: row for row in record.rows}
+            by_slot = dict(zip(record.slots, record.sequences, strict=True))
             for chunk in output.prompt_logprobs:
-                self._outputs.add_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
-        tokens = dict(zip(unpack_i32(output.slots), unpack_i32(output.token_ids), strict=True))
-        logprobs: dict[int, LogprobEntry] = {}
-        if output.logprobs is not None:
-            logprobs = dict(zip(tokens, split_logprobs(output.logprobs), strict=True))
-        failures = dict(output.failed_slots)
-        for row in record.rows:
-            sequence = row.sequence
-            if row.samples:
-                sequence.num_pending_tokens -= 1
-            if sequence.status is SequenceStatus.FINISHED:
-                continue
-            if row.slot in failures:
-                self._finish(sequence, (), (), "error", message=failures[row.slot])
-            elif not row.samples:
-                continue
-            elif sequence.request.max_tokens == 0:
-                self._finish(sequence, (), (), "length")
-            elif row.slot not in tokens:
-                self._finish(sequence, (), (), "error", message="The executor returned no token for this sequence.")
-            else:
-                entry = logprobs.get(row.slot)
-                self._append(sequence, (tokens[row.slot],), (entry,) if entry is not None and entry.count else ())
+                self._outputs.add_prompt_logprobs(by_slot[chunk.slot], chunk.start, chunk.columns)
+        self._take_tokens(record, output)
         self._executor_times.on_planned(self.has_work)
         times = StepTimes(
             step_id=record.step_id,
@@ -300,30 +296,59 @@ class Scheduler:
             executor_finished_ns=output.sent_ns,
             result_received_ns=now_ns,
             num_tokens=record.shape.num_tokens,
-            num_sequences=len(record.rows),
+            num_sequences=record.shape.num_sequences,
         )
-        request_ids = frozenset([row.sequence.request.request_id for row in record.rows])
+        request_ids = frozenset([sequence.request.request_id for sequence in record.sequences])
         return StepResult(self.take_outputs(), times, request_ids)
 
-    def _append(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[LogprobEntry, ...]) -> None:
-        """Add tokens and end the sequence if its last one is the end. With no tokens: was it over when it came?"""
-        sequence.output_token_ids.extend(token_ids)
-        self._waiting.charge(sequence, 0, len(token_ids))
+    def _take_tokens(self, record: StepRecord, output: ModelRunnerOutput) -> None:
+        """Hand each sequence what the step drew for it, and end those that are over."""
+        tokens = dict(zip(unpack_i32(output.slots), unpack_i32(output.token_ids), strict=True))
+        logprobs: dict[int, LogprobEntry] = {}
+        if output.logprobs is not None:
+            logprobs = dict(zip(tokens, split_logprobs(output.logprobs), strict=True))
+        failures = dict(output.failed_slots)
+        served = []
+        add = self._outputs.add
+        for sequence, slot in compress(zip(record.sequences, record.slots, strict=True), record.samples):
+            sequence.num_pending_tokens -= 1
+            token = tokens.get(slot)
+            if sequence.status is _FINISHED or token is None or sequence.max_output_tokens == 0:
+                sequence.num_known_tokens -= 1
+                if sequence.status is not _FINISHED:
+                    self._finish_without_token(sequence, failures.get(slot))
+                continue
+            generated = sequence.output_token_ids
+            generated.append(token)  # it was known already, though not by its value
+            served.append(sequence)
+            entry = logprobs.get(slot, NO_LOGPROBS) if logprobs else NO_LOGPROBS
+            columns = (entry,) if entry.count else ()
+            if len(generated) >= sequence.max_output_tokens or token in sequence.request.end_token_ids:
+                self._finish_if_over(sequence, (token,), columns)
+            else:
+                add(sequence, (token,), columns, None)
+        self._waiting.charge_outputs(served)
+
+    def _finish_without_token(self, sequence: Sequence, failure: str | None) -> None:
+        """A step that should have drawn a token for it did not."""
+        if failure is None and sequence.max_output_tokens == 0:
+            self._finish(sequence, (), (), "length")
+        else:
+            message = failure if failure is not None else "The executor returned no token for this sequence."
+            self._finish(sequence, (), (), "error", message=message)
+
+    def _finish_if_over(
+        self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[LogprobEntry, ...]
+    ) -> None:
+        """End the sequence if its last token is the end; else hand on the tokens, which are its last ones."""
         request = sequence.request
         num_output_tokens = len(sequence.output_token_ids)
         last = sequence.output_token_ids[-1]
         # The executor masks these before min_tokens; they must not end it here either.
-        if num_output_tokens > request.sampling.min_tokens:
-            if last in self._eos_token_ids and not request.sampling.ignore_eos:
-                self._finish(sequence, token_ids, logprobs, "stop")
-                return
-            if last in request.stop_token_ids:
-                self._finish(sequence, token_ids, logprobs, "stop", stop_token_id=last)
-                return
-        if (
-            num_output_tokens >= request.max_tokens
-            or request.num_prompt_tokens + num_output_tokens >= request.max_total_tokens
-        ):
+        if last in request.end_token_ids and num_output_tokens > request.sampling.min_tokens:
+            is_eos = last in self._eos_token_ids and not request.sampling.ignore_eos
+            self._finish(sequence, token_ids, logprobs, "stop", stop_token_id=None if is_eos else last)
+        elif num_output_tokens >= sequence.max_output_tokens:
             self._finish(sequence, token_ids, logprobs, "length")
         elif token_ids:
             self._outputs.add(sequence, token_ids, logprobs, None)
@@ -373,7 +398,7 @@ class Scheduler:
             num_prefix_hits=self._prefixes.num_hits,
             executor_busy_ns=self._executor_times.busy_ns,
             executor_idle_ns=self._executor_times.idle_ns,
-            step_costs=astuple(model.costs) if model.is_fitted else (),
+            step_costs=model.costs.terms if model.is_fitted else (),
         )
 
     def check_integrity(self) -> list[str]:
@@ -384,6 +409,7 @@ class Scheduler:
             *self._prefixes.check_integrity(running),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
+            *integrity.check_known([*running, *waiting]),
             *integrity.check_slots(running, self._residents.free_slots, self._max_num_seqs),
             *integrity.check_queues(running, waiting, self._requests),
             *waiting.check_integrity(running),

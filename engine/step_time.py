@@ -19,7 +19,7 @@ Plain Python: six terms, a few microseconds for an update, no clock, no schedule
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import mul
 
 _FORGETTING = 0.998
@@ -39,6 +39,11 @@ _HOLD = 1e-3
 _SWEEPS = 3
 
 
+def pairs(num_computed: int, num_tokens: int) -> int:
+    """Queries times keys of a row: each token attends to those before it and to itself."""
+    return num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step computes."""
@@ -55,14 +60,14 @@ class StepShape:
     @staticmethod
     def of(rows: list[tuple[int, int]]) -> StepShape:
         """From (tokens computed before, tokens of this step) of each row."""
-        context = tokens = prompt = pairs = 0
+        context = tokens = prompt = num_pairs = 0
         for num_computed, num_tokens in rows:
             tokens += num_tokens
             context += num_computed + num_tokens
             if num_tokens > 1:
                 prompt += num_tokens
-                pairs += num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
-        return StepShape(len(rows), tokens, prompt, context, pairs)
+                num_pairs += pairs(num_computed, num_tokens)
+        return StepShape(len(rows), tokens, prompt, context, num_pairs)
 
     def with_chunk(self, num_computed: int, num_tokens: int) -> StepShape:
         """This step and one more row."""
@@ -72,7 +77,7 @@ class StepShape:
             self.num_tokens + num_tokens,
             self.num_prompt_tokens + prompt,
             self.num_context_tokens + num_computed + num_tokens,
-            self.num_pairs + prompt * num_computed + prompt * (prompt + 1) // 2,
+            self.num_pairs + (pairs(num_computed, prompt) if prompt else 0),
         )
 
 
@@ -87,6 +92,18 @@ class StepCosts:
     """On top of ``per_token``."""
     per_context_token: float
     per_pair: float
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """In the order of ``messages.STEP_COSTS``."""
+        return (
+            self.base,
+            self.per_sequence,
+            self.per_token,
+            self.per_prompt_token,
+            self.per_context_token,
+            self.per_pair,
+        )
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes."""
@@ -125,7 +142,7 @@ class StepTimeModel:
     def __init__(self, costs: StepCosts | None = None) -> None:
         self._costs = costs if costs is not None else GUESS
         self._calibrated = costs is not None
-        self._weights = list(astuple(self._costs))
+        self._weights = list(self._costs.terms)
         size = len(self._weights)
         self._products = [[0.0] * size for _ in range(size)]
         """Sums over the steps of feature x feature, each over the step's time squared."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scheduler_simulation import Engine, executor_ready, make_request
 from timed_engine import SECOND, TimedEngine
@@ -10,7 +12,7 @@ from ringserve.config import SchedulerConfig
 from ringserve.messages import RequestRefused, ResumedChoice, ServiceTargets, pack_i32
 
 
-def warmed_up(ready: dict[str, int] | None = None, **config: object) -> TimedEngine:
+def warmed_up(ready: dict[str, int] | None = None, **config: Any) -> TimedEngine:
     """An engine whose step times are known."""
     engine = TimedEngine(ready=ready, **config)
     for request_id in range(900, 904):

@@ -247,12 +247,12 @@ def test_cached_tokens_are_not_charged() -> None:
 def test_accounts_of_tenants_long_gone_are_dropped() -> None:
     policy = FairPolicy(1.0, 1.0, {})
     for number in range(3 * MAX_ACCOUNTS):
-        request = Request.of(make_request(number, 3, 3, tenant=f"tenant {number}"), 100, 0)
+        request = Request.of(make_request(number, 3, 3, tenant=f"tenant {number}"), 100, frozenset(), 0)
         sequence = Sequence(request, 0, number)
         policy.add(sequence)
         assert policy.head() is sequence
         policy.remove(sequence)
-        policy.charge(sequence, 1, 0)
+        policy.charge_prompt(sequence, 1)
     assert len(policy.counters()) <= MAX_ACCOUNTS
 
 
