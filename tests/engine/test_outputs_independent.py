@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,9 +69,7 @@ SHAPES = st.tuples(
 )
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     shapes=st.lists(SHAPES, min_size=2, max_size=7),
     arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),
