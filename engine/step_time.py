@@ -155,7 +155,7 @@ class _Anchor:
 
 _ANCHORS = (
     _Anchor(StepShape.of([(0, 256)]), num_prompt_tokens=64),
-    _Anchor(StepShape.of([(4096, 256)]), num_pairs=256 * 1024),
+    _Anchor(StepShape.of([(4096, 256)]), num_pairs=64 * 1024),
     _Anchor(StepShape.of([(2048, 1)] * 32), num_context_tokens=16 * 1024),
 )
 _FORGOTTEN = 200

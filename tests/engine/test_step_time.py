@@ -96,7 +96,7 @@ def test_short_prompts_say_little_of_long_ones(costs: StepCosts, seed: int) -> N
         shape = StepShape.of(rows)
         model.observe(shape, costs.predict(shape) * rng.lognormvariate(0, 0.3))
     for large in (StepShape.of([(7000, 256)]), StepShape.of([(3000, 1)] * 32)):
-        assert costs.predict(large) / 10 < model.predict(large) < 30 * costs.predict(large)
+        assert costs.predict(large) / 10 < model.predict(large) < 100 * costs.predict(large)
 
 
 def test_one_outlier_hardly_moves_it() -> None:
