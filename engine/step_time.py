@@ -158,7 +158,7 @@ _ANCHORS = (
     _Anchor(StepShape.of([(4096, 256)]), num_pairs=64 * 1024),
     _Anchor(StepShape.of([(2048, 1)] * 32), num_context_tokens=16 * 1024),
 )
-_FORGOTTEN = 200
+_ENOUGH = 10
 """Measured steps like it with which a made-up one is left out altogether."""
 _ANCHOR_WEIGHT = 0.5
 """Of one, in measured steps; divided by one more than the steps like it that were measured."""
@@ -271,7 +271,7 @@ class StepTimeModel:
         products = self._products
         targets = self._targets
         for anchor, num_like in zip(_ANCHORS, self._num_like, strict=True):
-            if num_like > _FORGOTTEN:
+            if num_like > _ENOUGH:
                 continue
             seconds = self._guess_scale * self._guess.predict(anchor.shape)
             share = _ANCHOR_WEIGHT / (1 + num_like) / (seconds * seconds)
