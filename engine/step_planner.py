@@ -42,6 +42,7 @@ class StepPlanner:
         self._order: Order[Sequence] = ()
         self._order_version = 0
         self.num_preemptions = 0
+        self.num_resumptions = 0
         self.num_tokens_lost = 0
         """Tokens computed again after preemption."""
 
@@ -176,6 +177,7 @@ class StepPlanner:
     def _start(self, sequence: Sequence, cached: list[int], num_tokens: int, plan: StepPlan) -> None:
         pages = self._residents.enter(sequence, cached, self._tokens_to_hold(sequence))
         if sequence.num_thrown_away:
+            self.num_resumptions += 1
             self.num_tokens_lost += max(0, sequence.num_thrown_away - sequence.num_computed_tokens)
             sequence.num_thrown_away = 0
         if not sequence.first_scheduled_ns:
