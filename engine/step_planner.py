@@ -61,9 +61,12 @@ class StepPlanner:
                 continue  # all that its length allows is drawn or being drawn
             if num_tokens > 1:
                 in_prompt.append(sequence)
-            elif known > len(sequence.block_table) * page_size:
-                self._advance(sequence, plan)
-            elif plan.budget > 0:  # what most do in most steps
+            elif plan.budget > 0:
+                if known > len(sequence.block_table) * page_size:
+                    if (pages := self._kv.grow_by_one(sequence.block_table)) is None:
+                        self._advance(sequence, plan)  # at somebody's expense
+                        continue
+                    plan.new_pages[sequence] = pages
                 plan.num_tokens[sequence] = 1
                 plan.budget -= 1
         if in_prompt or len(self._waiting):
