@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ringserve.config import SchedulerConfig, parse_tenant_weights
 from ringserve.engine.policy_fair import FairPolicy
-from ringserve.engine.policy_ranked import FcfsPolicy, PriorityPolicy
+from ringserve.engine.policy_ranked import ByArrival, ByDeadline, ByPriority, RankedPolicy
 from ringserve.engine.sequence import Sequence
 
 
@@ -34,6 +34,9 @@ class Policy(Protocol):
     def head(self) -> Sequence | None:
         """Who is to start next."""
 
+    def ahead_of(self, sequence: Sequence) -> Order[Sequence]:
+        """Those that wait and, as things are, start before this one, which may not wait yet: for predictions."""
+
     def in_order(self, running: Iterable[Sequence]) -> Order[Sequence]:
         """Running sequences in the order in which they get what a step has; victims are taken from the end."""
 
@@ -43,8 +46,11 @@ class Policy(Protocol):
     def displaces(self, head: Sequence, running: Sequence) -> bool:
         """A waiting one may throw this running one out."""
 
-    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A sequence was served: prompt tokens as it starts for the first time, its output as it comes."""
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence starts for the first time, with so many tokens of its prompt to be computed."""
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these got a token."""
 
     def check_integrity(self, running: Iterable[Sequence]) -> list[str]:
         """What is wrong with the order; empty when sound."""
@@ -54,9 +60,11 @@ def make_policy(config: SchedulerConfig) -> Policy:
     """The policy that ``--scheduling-policy`` names."""
     match config.scheduling_policy:
         case "fcfs":
-            return FcfsPolicy()
+            return RankedPolicy(ByArrival())
         case "priority":
-            return PriorityPolicy(int(config.priority_aging * 1e9))
+            return RankedPolicy(ByPriority(int(config.priority_aging * 1e9)))
+        case "deadline":
+            return RankedPolicy(ByDeadline(int(config.default_deadline * 1e9)))
         case "fair":
             weights = parse_tenant_weights(config.tenant_weights)
             return FairPolicy(config.input_token_price, config.output_token_price, weights)

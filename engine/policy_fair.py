@@ -13,10 +13,12 @@ What the prefix cache spared is not charged; what a preemption throws away is no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
-from ringserve.engine.policy_ranked import FcfsPolicy
+from ringserve.engine.policy_ranked import ByArrival, RankedPolicy
 from ringserve.engine.sequence import Sequence
 
 MAX_ACCOUNTS = 1024
@@ -29,7 +31,7 @@ class Tenant:
 
     weight: float
     counter: float
-    waiting: FcfsPolicy = field(default_factory=FcfsPolicy)
+    waiting: RankedPolicy = field(default_factory=lambda: RankedPolicy(ByArrival()))
 
 
 class FairPolicy:
@@ -83,6 +85,16 @@ class FairPolicy:
         # Of equal accounts the one whose turn it has been for longest.
         return min(self._waiting.values(), key=_turn).waiting.head()
 
+    def ahead_of(self, sequence: Sequence) -> list[Sequence]:
+        """Its tenant's queue, and as many of each other tenant: accounts take turns."""
+        own = self._waiting.get(sequence.request.tenant)
+        ahead = own.waiting.ahead_of(sequence) if own is not None else []
+        turns = len(ahead) + 1
+        for tenant in self._waiting.values():
+            if tenant is not own:
+                ahead += islice(tenant.waiting, turns)
+        return ahead
+
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         return list(running)
 
@@ -92,9 +104,15 @@ class FairPolicy:
     def displaces(self, head: Sequence, running: Sequence) -> bool:
         return False
 
-    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        tenant = self._tenant(sequence.request.tenant)
-        price = self._input_price * num_prompt_tokens + self._output_price * num_output_tokens
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        self._charge(sequence.request.tenant, self._input_price * num_tokens)
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        for name, num_tokens in Counter([sequence.request.tenant for sequence in sequences]).items():
+            self._charge(name, self._output_price * num_tokens)
+
+    def _charge(self, name: str, price: float) -> None:
+        tenant = self._tenant(name)
         tenant.counter += price / tenant.weight
 
     def check_integrity(self, running: Iterable[Sequence]) -> list[str]:

@@ -24,7 +24,7 @@ class PrefixSharing:
 
     def __init__(self, kv: KVManager, enabled: bool) -> None:
         self._kv = kv
-        self._enabled = enabled
+        self.enabled = enabled
         self._computing: dict[PageKey, Sequence] = {}
         """Pages of prompts that running sequences have yet to compute, with the one that does."""
         self.num_queries = 0
@@ -33,7 +33,7 @@ class PrefixSharing:
 
     def lookup(self, sequence: Sequence) -> list[int] | None:
         """Cached pages that ``sequence`` may start with; None while the next one is just being computed."""
-        if not self._enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
+        if not self.enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
             return []
         self._extend_keys(sequence)
         # The last known token is computed anyway: the next token is drawn from its logits.
@@ -48,7 +48,7 @@ class PrefixSharing:
         num_tokens = len(pages) * self._kv.page_size
         sequence.num_computed_tokens = num_tokens
         sequence.num_registered_pages = len(pages)
-        if not self._enabled:
+        if not self.enabled:
             return
         num_prompt_tokens = sequence.request.num_prompt_tokens
         if not sequence.first_scheduled_ns and sequence.sampling.prompt_logprobs < 0:
@@ -66,13 +66,17 @@ class PrefixSharing:
             sequence.num_computed_tokens, sequence.request.num_prompt_tokens + len(sequence.output_token_ids)
         )
         first, end = sequence.num_registered_pages, num_tokens // self._kv.page_size
-        if first >= end or not self._enabled:
+        if first >= end or not self.enabled:
             return
-        self._extend_keys(sequence)
+        keys = sequence.page_keys
+        if len(keys) < end:
+            self._extend_keys(sequence)
+        remember, computing = self._kv.remember, self._computing
         for index in range(first, end):
-            key = sequence.page_keys[index]
-            self._kv.remember(sequence.block_table[index], key)
-            self._forget_computing(key, sequence)
+            key = keys[index]
+            remember(sequence.block_table[index], key)
+            if computing and computing.get(key) is sequence:
+                del computing[key]
         sequence.num_registered_pages = end
 
     def leave(self, sequence: Sequence) -> None:
@@ -91,10 +95,12 @@ class PrefixSharing:
         request = sequence.request
         if not keys:
             keys += request.prompt_page_keys
-        num_tokens = request.num_prompt_tokens + len(sequence.output_token_ids)
-        while (len(keys) + 1) * size <= num_tokens:
+        start = len(keys) * size
+        last = request.num_prompt_tokens + len(sequence.output_token_ids) - size
+        while start <= last:
             digest = digest_after(keys[-1]) if keys else first_digest(request.cache_salt)
-            keys.append((digest, sequence.token_bytes(len(keys) * size, (len(keys) + 1) * size)))
+            keys.append((digest, sequence.token_bytes(start, start + size)))
+            start += size
         if not request.prompt_page_keys:
             request.prompt_page_keys = keys[: request.num_prompt_tokens // size]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ringserve.engine.prompt_chunks import PromptChunks
 from ringserve.engine.scheduler_outputs import OutputBatch
 from ringserve.engine.sequence import Sequence
+from ringserve.engine.step_time import StepShape
 from ringserve.messages import StepTimes
 
 
@@ -17,12 +19,24 @@ class StepPlan:
     """Tokens that may still be added."""
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Of those that get any."""
     admitted: dict[Sequence, int] = field(default_factory=dict)
     """Sequences that start, with the tokens whose keys and values they find in their pages."""
+    chunks: PromptChunks | None = None
+    """Where prompts may not take the whole budget."""
+
+    def chunk(self, num_computed: int, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens of a prompt fit into the step."""
+        num_tokens = min(num_tokens, self.budget)
+        if self.chunks is not None and num_tokens > 0:
+            num_tokens = min(num_tokens, self.chunks.limit(num_computed))
+            self.chunks.take(num_computed, num_tokens)
+        return num_tokens
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens
-        self.new_pages[sequence] = new_pages
+        if new_pages:
+            self.new_pages[sequence] = new_pages
         self.budget -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -34,24 +48,18 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """One sequence's part in a step."""
-
-    sequence: Sequence
-    slot: int
-    num_tokens: int
-    samples: bool
-    """It reaches the last known token, so the executor draws the next."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step in flight."""
+    """A step in flight: columns, one entry for each sequence in it."""
 
     step_id: int
     scheduled_ns: int
-    rows: tuple[PlannedRow, ...]
-    num_tokens: int
+    sequences: list[Sequence]
+    slots: list[int]
+    """As of this step: a sequence may have left its slot since."""
+    num_tokens: list[int]
+    samples: list[bool]
+    """It reaches the last known token, so the executor draws the next."""
+    shape: StepShape
 
 
 @dataclass(frozen=True, slots=True)
