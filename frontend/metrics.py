@@ -135,6 +135,9 @@ class Metrics:
         labels = ("block_size", "num_gpu_blocks", "cache_dtype")
         config = Gauge("vllm:cache_config_info", "KV cache.", (*_LABELS, *labels), registry=self._registry)
         config.labels(*self._values, str(ready.page_size), str(ready.num_pages), ready.kv_dtype).set(1)
+        limits = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        engine = Gauge("ringserve_engine_info", "Sizes.", (*_LABELS, *limits), registry=self._registry)
+        engine.labels(*self._values, *(str(getattr(ready, name)) for name in limits)).set(1)
 
     def render(self) -> bytes:
         """The text exposition."""
