@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
+from ringserve.engine.step_time import StepShape
 from ringserve.messages import ModelRunnerOutput, SchedulerOutput
-from ringserve.simulate.step_time import StepShape, StepTime
+from ringserve.simulate.step_time import StepTime
+
+Ints = npt.NDArray[np.int64]
 
 TOKEN_IDS = 1 << 15
 """Tokens that it draws lie below."""
@@ -73,15 +77,11 @@ class SimulatedExecutor:
         )
 
 
-def _shape(
-    before: np.ndarray[tuple[int], np.dtype[np.int64]],
-    after: np.ndarray[tuple[int], np.dtype[np.int64]],
-    counts: np.ndarray[tuple[int], np.dtype[np.int32]],
-) -> StepShape:
+def _shape(before: Ints, after: Ints, counts: npt.NDArray[np.int32]) -> StepShape:
+    total, context = int(counts.sum()), int(after.sum())
+    if total == len(counts):  # nobody is in the middle of a prompt
+        return StepShape(total, total, 0, context, 0)
     chunks = counts > 1
-    total = int(counts.sum())
-    if not chunks.any():
-        return StepShape(total, len(counts), int(after.sum()), 0)
     lengths = counts[chunks].astype(np.int64)
     pairs = int((lengths * before[chunks] + lengths * (lengths + 1) // 2).sum())
-    return StepShape(total, len(counts), int(after[~chunks].sum()), pairs)
+    return StepShape(len(counts), total, int(lengths.sum()), context, pairs)

@@ -1,12 +1,13 @@
-"""How long a step takes, from what it computes: a model that is fitted to measured steps, and its file.
+"""How long a step takes, from what it computes: a curve that is fitted to measured steps, and its file.
 
-    seconds = f(tokens) + sequences x per_sequence + decode context x per_context_token + prefill pairs x per_pair
+    seconds = f(tokens) + sequences x per_sequence + context x per_context_token + pairs x per_pair
 
 ``f`` never falls and is linear between knots: on CPUs a step of a few tokens costs what reading the weights costs, and
-arithmetic takes over from there. Output layer and sampling are done once for each sequence. A decoding sequence reads
-the keys and values of its whole context; a chunk of a prompt attends from each of its tokens to all before it.
+arithmetic takes over from there. Output layer and sampling are done once for each sequence; keys and values of the
+context are read once for each row; a chunk of a prompt attends from each of its tokens to all before it.
 
 All terms are linear in their coefficients, so sums of steps (the time to a first token) can be fitted like single ones.
+``ringserve.engine.step_time`` is what a running scheduler fits for itself: cheaper, online, and without the curve.
 """
 
 from __future__ import annotations
@@ -21,39 +22,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ringserve.engine.step_time import StepShape
 from ringserve.options import OptionError
 
 Floats = npt.NDArray[np.float64]
 
 
-class StepShape(NamedTuple):
-    """What a step computes."""
-
-    tokens: int
-    sequences: int
-    decode_context: int
-    """Tokens that the rows of one token attend to, summed."""
-    prefill_pairs: int
-    """(token, token before it or itself) pairs of the rows of more than one token."""
-
-
-def chunk_shape(start: int, stop: int) -> StepShape:
-    """A step of one sequence alone that computes its tokens ``[start, stop)``."""
-    length = stop - start
-    if length == 1:
-        return StepShape(1, 1, stop, 0)
-    return StepShape(length, 1, 0, length * start + length * (length + 1) // 2)
-
-
 class StepTime(Protocol):
-    """Any model of step times."""
+    """Anything that knows what steps take."""
 
     def seconds(self, shape: StepShape) -> float:
         """Of one step, from one result to the next while the executor never waits."""
 
 
-class StepTimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model of this module's head."""
+class StepTimeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The formula of this module's head."""
 
     knots: tuple[int, ...]
     """Tokens, ascending."""
@@ -65,21 +48,20 @@ class StepTimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.knots or len(self.knots) != len(self.knot_seconds):
-            raise ValueError("a step-time model needs one time for each knot, and at least one")
+            raise ValueError("a step-time curve needs one time for each knot, and at least one")
         if any(later <= earlier for earlier, later in pairwise(self.knots)) or self.knots[0] < 0:
-            raise ValueError("the knots of a step-time model ascend from 0 or above")
+            raise ValueError("the knots of a step-time curve ascend from 0 or above")
         values = (*self.knot_seconds, self.per_sequence, self.per_context_token, self.per_pair)
         if not all(0 <= value < float("inf") for value in values) or not any(self.knot_seconds):
-            raise ValueError("the times of a step-time model are finite, not negative, and not all 0")
+            raise ValueError("the times of a step-time curve are finite, not negative, and not all 0")
 
     def seconds(self, shape: StepShape) -> float:
         """Predicted duration of a step."""
-        tokens, sequences, context, pairs = shape
         return (
-            self._of_tokens(tokens)
-            + sequences * self.per_sequence
-            + context * self.per_context_token
-            + pairs * self.per_pair
+            self._of_tokens(shape.num_tokens)
+            + shape.num_sequences * self.per_sequence
+            + shape.num_context_tokens * self.per_context_token
+            + shape.num_pairs * self.per_pair
         )
 
     def _of_tokens(self, tokens: int) -> float:
@@ -93,9 +75,9 @@ class StepTimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return seconds[index] + (tokens - knots[index]) * slope
 
 
-def linear_model(step_ms: float, token_ms: float, context_us: float = 0.0) -> StepTimeModel:
-    """So many milliseconds a step and a token, and microseconds a token of a decoding sequence's context."""
-    return StepTimeModel(
+def straight_line(step_ms: float, token_ms: float, context_us: float = 0.0) -> StepTimeCurve:
+    """So many milliseconds a step and a token, and microseconds for each token of each row's context."""
+    return StepTimeCurve(
         knots=(0, 1), knot_seconds=(step_ms / 1e3, (step_ms + token_ms) / 1e3), per_context_token=context_us / 1e6
     )
 
@@ -110,10 +92,19 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int
 
 
-class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fitted model with where it comes from, as it is kept in a file."""
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured time and the steps that took it."""
 
-    model: StepTimeModel
+    shapes: tuple[StepShape, ...]
+    seconds: float
+    with_overhead: bool
+    """The time is one to a first token, with the request's way in and out."""
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted curve with where it comes from, as it is kept in a file."""
+
+    step_time: StepTimeCurve
     request_overhead_s: float = 0.0
     """From sending a request to the scheduler's queue and from the scheduler back to the client, together."""
     engine: Engine | None = None
@@ -127,15 +118,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured time and the steps that took it."""
-
-    shapes: tuple[StepShape, ...]
-    seconds: float
-    with_overhead: bool
-    """The time is one to a first token, with the request's way in and out."""
-
-
 def read_step_time(text: str) -> Calibration:
     """``linear:STEP_MS:TOKEN_MS[:CONTEXT_US]``, or the name of a file that ``--calibrate`` wrote.
 
@@ -146,7 +128,7 @@ def read_step_time(text: str) -> Calibration:
         try:
             step, token, *context = map(float, text.split(":")[1:])
             (context_us,) = context or (0.0,)
-            return Calibration(linear_model(step, token, context_us))
+            return Calibration(straight_line(step, token, context_us))
         except ValueError:
             raise OptionError(
                 f"--step-time: {text!r} is not linear:STEP_MS:TOKEN_MS[:CONTEXT_US] with times of 0 or above"
@@ -160,16 +142,16 @@ def read_step_time(text: str) -> Calibration:
 
 
 class Fit(NamedTuple):
-    """A model and how well it fits."""
+    """A curve and how well it fits."""
 
-    model: StepTimeModel
+    step_time: StepTimeCurve
     request_overhead_s: float
     errors: tuple[float, ...]
     """Predicted over measured, less 1, for each sample."""
 
 
 def fit(samples: Sequence[Sample], knots: Sequence[int]) -> Fit:
-    """The model that has the least squared relative errors, with no coefficient below 0.
+    """The curve that has the least squared relative errors, with no coefficient below 0.
 
     Raises:
         ValueError: no samples, or times that are not positive.
@@ -181,14 +163,14 @@ def fit(samples: Sequence[Sample], knots: Sequence[int]) -> Fit:
     weighted = rows / np.array([[sample.seconds] for sample in samples])
     solution = non_negative_least_squares(weighted, np.ones(len(samples)))
     rises = solution[: len(knots)]
-    model = StepTimeModel(
+    curve = StepTimeCurve(
         knots=knots,
         knot_seconds=tuple(np.cumsum(rises).tolist()),
         per_sequence=float(solution[-4]),
         per_context_token=float(solution[-3]),
         per_pair=float(solution[-2]),
     )
-    return Fit(model, float(solution[-1]), tuple((weighted @ solution - 1).tolist()))
+    return Fit(curve, float(solution[-1]), tuple((weighted @ solution - 1).tolist()))
 
 
 def _features(sample: Sample, knots: Sequence[int]) -> Floats:
@@ -197,9 +179,9 @@ def _features(sample: Sample, knots: Sequence[int]) -> Floats:
     for shape in sample.shapes:
         found[0] += 1  # f up to the first knot
         for index, (low, high) in enumerate(pairwise(knots), 1):
-            part = (shape.tokens - low) / (high - low)
+            part = (shape.num_tokens - low) / (high - low)
             found[index] += max(0.0, part if index == len(knots) - 1 else min(part, 1.0))
-        found[-4:-1] += (shape.sequences, shape.decode_context, shape.prefill_pairs)
+        found[-4:-1] += (shape.num_sequences, shape.num_context_tokens, shape.num_pairs)
     found[-1] = sample.with_overhead
     return found
 
