@@ -132,13 +132,15 @@ class Client:
     def _start(self, now_ns: int) -> Conversation | None:
         """The next job's first turn, unless there is none or it has to be held back."""
         conversation = self._next_conversation(now_ns)
+        if conversation is None:
+            return None
         if isinstance(self.pace, OpenLoop):
             self._push_next_arrival()
             limit = self.pace.max_concurrency
-            if conversation is not None and limit is not None and self._num_active >= limit:
+            if limit is not None and self._num_active >= limit:
                 self._held.append(conversation)
                 return None
-        self._num_active += conversation is not None
+        self._num_active += 1
         return conversation
 
     def _next_conversation(self, now_ns: int) -> Conversation | None:
