@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ringserve.config import SchedulerConfig, parse_tenant_weights
 from ringserve.engine.policy_fair import FairPolicy
-from ringserve.engine.policy_ranked import FcfsPolicy, PriorityPolicy
+from ringserve.engine.policy_ranked import ByArrival, ByDeadline, ByPriority, RankedPolicy
 from ringserve.engine.sequence import Sequence
 
 
@@ -33,6 +33,9 @@ class Policy(Protocol):
 
     def head(self) -> Sequence | None:
         """Who is to start next."""
+
+    def ahead_of(self, sequence: Sequence) -> Order[Sequence]:
+        """Those that wait and, as things are, start before this one, which may not wait yet: for predictions."""
 
     def in_order(self, running: Iterable[Sequence]) -> Order[Sequence]:
         """Running sequences in the order in which they get what a step has; victims are taken from the end."""
@@ -54,9 +57,11 @@ def make_policy(config: SchedulerConfig) -> Policy:
     """The policy that ``--scheduling-policy`` names."""
     match config.scheduling_policy:
         case "fcfs":
-            return FcfsPolicy()
+            return RankedPolicy(ByArrival())
         case "priority":
-            return PriorityPolicy(int(config.priority_aging * 1e9))
+            return RankedPolicy(ByPriority(int(config.priority_aging * 1e9)))
+        case "deadline":
+            return RankedPolicy(ByDeadline(int(config.default_deadline * 1e9)))
         case "fair":
             weights = parse_tenant_weights(config.tenant_weights)
             return FairPolicy(config.input_token_price, config.output_token_price, weights)

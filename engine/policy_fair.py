@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
-from ringserve.engine.policy_ranked import FcfsPolicy
+from ringserve.engine.policy_ranked import ByArrival, RankedPolicy
 from ringserve.engine.sequence import Sequence
 
 MAX_ACCOUNTS = 1024
@@ -29,7 +30,7 @@ class Tenant:
 
     weight: float
     counter: float
-    waiting: FcfsPolicy = field(default_factory=FcfsPolicy)
+    waiting: RankedPolicy = field(default_factory=lambda: RankedPolicy(ByArrival()))
 
 
 class FairPolicy:
@@ -82,6 +83,16 @@ class FairPolicy:
         self._raise_floor()
         # Of equal accounts the one whose turn it has been for longest.
         return min(self._waiting.values(), key=_turn).waiting.head()
+
+    def ahead_of(self, sequence: Sequence) -> list[Sequence]:
+        """Its tenant's queue, and as many of each other tenant: accounts take turns."""
+        own = self._waiting.get(sequence.request.tenant)
+        ahead = own.waiting.ahead_of(sequence) if own is not None else []
+        turns = len(ahead) + 1
+        for tenant in self._waiting.values():
+            if tenant is not own:
+                ahead += islice(tenant.waiting, turns)
+        return ahead
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         return list(running)

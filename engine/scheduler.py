@@ -5,9 +5,9 @@ computed tokens up with the tokens it knows; chunked prefill, decode and recompu
 rule. Up to ``max_steps_in_flight`` steps are planned before their results are back: a sequence that reaches its last
 known token is assumed to yield one more, which the executor feeds to itself.
 
-Who comes first is the policy's business (``policy.py``). A step takes the running sequences in its order, those that
-decode before those in the middle of a prompt, then admits from the head of the queue. The victim of preemption is the
-last in that order; the first is never preempted: something always advances.
+The parts: ``policy.py`` (who comes first), ``step_planner.py`` (rows of a step, preemption), ``residents.py`` (slots
+and pages), ``admission.py`` and ``wait_prediction.py`` (refusals), ``step_time.py`` (how long steps take). Here is a
+request's life between them.
 
 Results are matched with the records of the steps as planned, never by slot alone, so the late result of a sequence
 that has ended meanwhile is not credited to the one that has its slot now.
@@ -18,67 +18,84 @@ This module knows no clock, no ring, no text and no model.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import astuple
 from typing import Literal
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine import scheduler_integrity as integrity
-from ringserve.engine.admission import why_refused
+from ringserve.engine.admission import Admission, why_impossible
+from ringserve.engine.executor_times import ExecutorTimes
 from ringserve.engine.kv_manager import KVManager
 from ringserve.engine.output_collector import OutputCollector
 from ringserve.engine.policy import make_policy
 from ringserve.engine.prefix_sharing import PrefixSharing
-from ringserve.engine.scheduler_outputs import (
-    LogprobEntry,
-    OutputBatch,
-    split_logprobs,
-)
+from ringserve.engine.residents import Residents
+from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch, split_logprobs
 from ringserve.engine.scheduler_step import PlannedRow, StepPlan, StepRecord, StepResult
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
+from ringserve.engine.step_message import step_message
+from ringserve.engine.step_planner import StepPlanner
+from ringserve.engine.step_time import StepShape, StepTimeModel
+from ringserve.engine.token_budget import TokenBudget
+from ringserve.engine.wait_prediction import Prediction, WaitPredictor
 from ringserve.messages import (
     ALL_CHOICES,
     EngineStats,
     ExecutorReady,
     FinishReason,
     ModelRunnerOutput,
-    NewSequence,
     RequestRefused,
     SchedulerOutput,
     SequenceFinish,
     StepTimes,
     TokenizedRequest,
-    pack_i32,
     unpack_i32,
 )
+
+_SWEEP_INTERVAL_NS = 20_000_000
+"""How often the queue is searched for requests that have waited too long."""
 
 
 class Scheduler:
     """Queues, policy and page accounting of one executor."""
 
     def __init__(
-        self, ready: ExecutorReady, config: SchedulerConfig | None = None, max_steps_in_flight: int = 2
+        self,
+        ready: ExecutorReady,
+        config: SchedulerConfig | None = None,
+        max_steps_in_flight: int = 2,
+        step_times: StepTimeModel | None = None,
     ) -> None:
         config = config if config is not None else SchedulerConfig()
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
             raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
         self._kv = KVManager(ready.num_pages, ready.page_size)
         self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching)
+        self._residents = Residents(self._kv, self._prefixes, ready.max_num_seqs)
+        self._running = self._residents.running
+        self._waiting = make_policy(config)
+        self._step_times = step_times if step_times is not None else StepTimeModel()
+        budget = TokenBudget(ready.max_num_batched_tokens, config.target_itl_ms * 1e-3, self._step_times)
+        self._planner = StepPlanner(self._residents, self._waiting, budget, config)
+        self._admission = Admission(config)
+        self._predictor = WaitPredictor(
+            self._step_times, ready.max_num_seqs, ready.max_num_batched_tokens, self._kv.capacity
+        )
+        self._executor_times = ExecutorTimes()
         self._max_num_seqs = ready.max_num_seqs
-        self._max_num_batched_tokens = ready.max_num_batched_tokens
         self._max_steps_in_flight = max_steps_in_flight
         # A sequence alone must always fit, or it could never advance.
         self._max_model_len = min(ready.max_model_len, self._kv.capacity)
         self._eos_token_ids = frozenset(unpack_i32(ready.eos_token_ids))
         self._requests: dict[int, Request] = {}
-        self._waiting = make_policy(config)
-        self._running: dict[Sequence, None] = {}
-        self._free_slots = list(range(ready.max_num_seqs - 1, -1, -1))
-        self._freed_slots: list[int] = []
+        self._num_impatient = 0
+        """Live requests that may be refused for having waited."""
+        self._next_sweep_ns = 0
+        self._refusals: list[RequestRefused] = []
         self._in_flight: deque[StepRecord] = deque()
         self._outputs = OutputCollector()
         self._next_step_id = 0
         self._next_arrival = 0
-        self._num_preemptions = 0
-        self._preempted_tokens = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
 
@@ -99,33 +116,50 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return len(self._residents.free_slots)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._planner.num_preemptions
+
+    @property
+    def step_times(self) -> StepTimeModel:
+        """How long steps take, as far as they were measured."""
+        return self._step_times
 
     def has_request(self, request_id: int) -> bool:
         return request_id in self._requests
 
     def add_request(self, message: TokenizedRequest, now_ns: int) -> RequestRefused | None:
-        """Queue a request, or say why it can never be computed.
+        """Queue a request, or say why it can never be computed, or not in time.
 
         A choice that enters at its end (``resumed``) is finished at once: ``take_outputs`` has its row.
         """
-        refused = why_refused(message, self._max_model_len, known=message.request_id in self._requests)
+        refused = why_impossible(message, self._max_model_len, known=message.request_id in self._requests)
         if refused is not None:
             return refused
         request = Request.of(message, self._max_model_len, now_ns)
         resumed = {choice.choice: choice for choice in message.resumed}
+        sequences: list[Sequence] = []
         for choice in range(message.n):
-            sequence = Sequence(request, choice, arrival=self._next_arrival)
+            sequence = Sequence(request, choice, arrival=self._next_arrival + len(sequences))
             if choice in resumed:
                 if resumed[choice].finish_reason is not None:
                     continue
                 sequence.output_token_ids.frombytes(resumed[choice].token_ids)
-            self._next_arrival += 1
-            request.live[choice] = sequence
+            sequences.append(sequence)
+        if sequences and not message.resumed:  # what the server has begun it finishes
+            refused = self._why_refused(sequences[0], now_ns)
+            if refused is not None:
+                return refused
+        self._next_arrival += len(sequences)
+        for sequence in sequences:
+            request.live[sequence.choice] = sequence
             self._waiting.add(sequence)
         if request.live:
             self._requests[request.request_id] = request
-        for sequence in list(request.live.values()):
+            self._num_impatient += self._is_impatient(request)
+        for sequence in sequences:
             if sequence.output_token_ids:
                 self._append(sequence, (), ())
         return None
@@ -143,145 +177,82 @@ class Scheduler:
         """Rows that came of ``add_request`` and ``abort`` since the last result."""
         return self._outputs.take()
 
+    def take_refusals(self) -> list[RequestRefused]:
+        """Requests that were queued and have been refused since the last call: they waited too long."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def _why_refused(self, sequence: Sequence, now_ns: int) -> RequestRefused | None:
+        request, admission = sequence.request, self._admission
+        reason = admission.why_too_many(request, self._waiting)
+        prediction = None
+        if reason is not None or admission.wants_prediction(request):
+            prediction = self._predict(sequence)
+        if reason is None and prediction is not None:
+            reason = admission.why_too_late(request, prediction, now_ns)
+        if reason is None:
+            reason = admission.why_overdue(request, now_ns)
+        if reason is None:
+            return None
+        return admission.refusal(request.request_id, reason, prediction.wait if prediction is not None else None)
+
+    def _predict(self, sequence: Sequence) -> Prediction | None:
+        cached = self._prefixes.lookup(sequence) or []
+        ahead = self._waiting.ahead_of(sequence)
+        return self._predictor.predict(sequence.request, self._running, ahead, len(cached) * self._kv.page_size)
+
+    def _is_impatient(self, request: Request) -> bool:
+        return not request.is_resumed and (self._admission.has_timeout or request.has_deadline)
+
+    def _refuse_overdue(self, now_ns: int) -> None:
+        """Give up requests that wait in vain, before anything is computed for them."""
+        if not self._num_impatient or now_ns < self._next_sweep_ns:
+            return
+        self._next_sweep_ns = now_ns + _SWEEP_INTERVAL_NS
+        for request in {sequence.request for sequence in self._waiting}:
+            if not self._is_impatient(request) or not request.is_untouched:
+                continue
+            reason = self._admission.why_overdue(request, now_ns)
+            soonest = self._predictor.predict(request, (), ()) if reason is None and request.has_deadline else None
+            if soonest is not None:  # even if everybody else were gone
+                reason = self._admission.why_too_late(request, soonest, now_ns)
+            if reason is not None:
+                prediction = self._predict(next(iter(request.live.values())))
+                wait = prediction.wait if prediction is not None else None
+                self._refusals.append(self._admission.refusal(request.request_id, reason, wait))
+                for sequence in list(request.live.values()):
+                    self._waiting.remove(sequence)
+                    self._end(sequence)
+
     # ---------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, now_ns: int) -> SchedulerOutput | None:
         """Plan the next step; None if there is nothing to compute now or enough steps are in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
-        plan = StepPlan(self._max_num_batched_tokens)
-        in_prompt = []
-        for sequence in self._waiting.in_order(self._running):
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted for an earlier one in this loop
-            if sequence.num_schedulable_tokens > 1:
-                in_prompt.append(sequence)
-            else:
-                self._plan_running(sequence, plan)
-        for sequence in in_prompt:
-            self._admit(plan, sequence)
-            if sequence.status is SequenceStatus.RUNNING:
-                self._plan_running(sequence, plan)
-        self._admit(plan, None)
+        self._refuse_overdue(now_ns)
+        plan = self._planner.plan()
         return self._commit(plan, now_ns) if plan.num_tokens else None
 
-    def _plan_running(self, sequence: Sequence, plan: StepPlan) -> None:
-        num_tokens = min(sequence.num_schedulable_tokens, plan.budget)
-        if num_tokens == 0:
-            return
-        while (pages := self._kv.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens)) is None:
-            victim = self._waiting.in_order(self._running)[-1]
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return
-        plan.add(sequence, num_tokens, pages)
-
-    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        """Throw a sequence's keys and values away; it is computed again from its tokens, later.
-
-        Tokens that steps in flight draw for it are kept when they arrive, so it is not sent again before that.
-        """
-        self._num_preemptions += 1
-        self._preempted_tokens += victim.num_computed_tokens
-        victim.num_preemptions += 1
-        plan.remove(victim)
-        self._leave_executor(victim)
-        self._waiting.add(victim)
-
-    def _admit(self, plan: StepPlan, before: Sequence | None) -> None:
-        """Start sequences from the head of the queue; a head that has to wait lets no later one pass.
-
-        With ``before``, a running sequence, only those that the policy serves before it.
-
-        All pages of the tokens known so far are taken at once, so that a prompt once begun is never stuck half-way.
-        Every running sequence will soon want another page: unless nothing runs, one for each stays free, or the
-        newcomer would be preempted again at once (and a victim admitted again in the step that threw it out).
-        What the prefix cache has is not computed again.
-        """
-        while plan.budget > 0 and (sequence := self._waiting.head()) is not None:
-            if before is not None and not self._waiting.precedes(sequence, before):
-                return
-            if sequence.num_pending_tokens:
-                return
-            cached = self._prefixes.lookup(sequence)
-            if cached is None or not self._make_room(sequence, cached, plan):
-                return
-            self._waiting.remove(sequence)
-            self._start(sequence, cached, plan)
-
-    def _make_room(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> bool:
-        """See that there are a slot and pages for a waiting sequence, at the expense of those that it displaces."""
-        victims = None
-        while True:
-            num_new_pages = self._kv.pages_for(sequence.num_known_tokens) - len(cached) + self._kv.num_idle(cached)
-            headroom = len(self._running) + 1 if self._running else 0
-            missing = num_new_pages + headroom - self._kv.num_free_pages
-            if self._free_slots and missing <= 0:
-                return True
-            if victims is None:
-                order = self._waiting.in_order(self._running)
-                victims = [running for running in order if self._waiting.displaces(sequence, running)]
-                # Each one that goes frees its own pages (if nobody shares them) and the page that was kept for it.
-                if missing > sum(len(victim.block_table) + 1 for victim in victims):
-                    return False
-            if not victims:
-                return False
-            self._preempt(victims.pop(), plan)
-
-    def _start(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> None:
-        num_known_tokens = sequence.num_known_tokens
-        self._kv.share(cached)
-        sequence.block_table.extend(cached)
-        new = self._kv.grow(sequence.block_table, num_known_tokens)
-        if new is None:
-            raise AssertionError("pages that were counted as free are not")
-        self._prefixes.start(sequence, cached)
-        if not sequence.first_scheduled_ns:
-            self._waiting.charge(sequence, sequence.request.num_prompt_tokens - sequence.num_cached_tokens, 0)
-        self._running[sequence] = None
-        sequence.status = SequenceStatus.RUNNING
-        sequence.slot = self._free_slots.pop()
-        plan.admitted[sequence] = sequence.num_computed_tokens
-        plan.add(sequence, min(num_known_tokens - sequence.num_computed_tokens, plan.budget), cached + new)
-
     def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
-        rows = []
+        rows, spans = [], []
+        register = self._prefixes.register
         for sequence, num_tokens in plan.num_tokens.items():
-            sequence.num_computed_tokens += num_tokens
-            self._prefixes.register(sequence)
-            samples = sequence.num_computed_tokens == sequence.num_known_tokens
+            num_computed = sequence.num_computed_tokens
+            spans.append((num_computed, num_tokens))
+            sequence.num_computed_tokens = num_computed = num_computed + num_tokens
+            register(sequence)
+            samples = num_computed == sequence.num_known_tokens
             rows.append(PlannedRow(sequence, sequence.slot, num_tokens, samples))
-        new_sequences = []
-        for sequence, num_cached_tokens in plan.admitted.items():
-            request = sequence.request
+        for sequence in plan.admitted:
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
-            new_sequences.append(
-                NewSequence(
-                    slot=sequence.slot,
-                    token_ids=request.prompt_token_ids + sequence.output_token_ids.tobytes(),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=num_cached_tokens,
-                    choice=sequence.choice,
-                    sampling=sequence.sampling,
-                    max_tokens=min(request.max_tokens, request.max_total_tokens - request.num_prompt_tokens),
-                )
-            )
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        message = step_message(step_id, plan, rows, self._residents.take_freed_slots(), now_ns)
         for row in rows:
             row.sequence.num_pending_tokens += row.samples
-        record = StepRecord(self._next_step_id, now_ns, tuple(rows), sum(row.num_tokens for row in rows))
-        self._next_step_id += 1
-        self._in_flight.append(record)
-        freed_slots, self._freed_slots = self._freed_slots, []
-        return SchedulerOutput(
-            step_id=record.step_id,
-            new_sequences=tuple(new_sequences),
-            slots=pack_i32(row.slot for row in rows),
-            num_tokens=pack_i32(row.num_tokens for row in rows),
-            new_page_counts=pack_i32(len(plan.new_pages[row.sequence]) for row in rows),
-            new_pages=pack_i32(page for row in rows for page in plan.new_pages[row.sequence]),
-            freed_slots=pack_i32(freed_slots),
-            sent_ns=now_ns,
-        )
+        self._in_flight.append(StepRecord(step_id, now_ns, tuple(rows), StepShape.of(spans)))
+        return message
 
     # ------------------------------------------------------------------------------------ update_from_output
 
@@ -292,10 +263,12 @@ class Scheduler:
             raise ValueError(f"the executor answered step {output.step_id}; the oldest in flight is {expected}")
         record = self._in_flight.popleft()
         self._num_steps += 1
-        self._num_computed_tokens += record.num_tokens
-        by_slot = {row.slot: row for row in record.rows}
-        for chunk in output.prompt_logprobs:
-            self._outputs.add_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
+        self._num_computed_tokens += record.shape.num_tokens
+        self._step_times.observe(record.shape, self._executor_times.on_result(output))
+        if output.prompt_logprobs:
+            by_slot = {row.slot: row for row in record.rows}
+            for chunk in output.prompt_logprobs:
+                self._outputs.add_prompt_logprobs(by_slot[chunk.slot].sequence, chunk.start, chunk.columns)
         tokens = dict(zip(unpack_i32(output.slots), unpack_i32(output.token_ids), strict=True))
         logprobs: dict[int, LogprobEntry] = {}
         if output.logprobs is not None:
@@ -318,6 +291,7 @@ class Scheduler:
             else:
                 entry = logprobs.get(row.slot)
                 self._append(sequence, (tokens[row.slot],), (entry,) if entry is not None and entry.count else ())
+        self._executor_times.on_planned(self.has_work)
         times = StepTimes(
             step_id=record.step_id,
             scheduled_ns=record.scheduled_ns,
@@ -325,10 +299,10 @@ class Scheduler:
             executor_started_ns=output.started_ns,
             executor_finished_ns=output.sent_ns,
             result_received_ns=now_ns,
-            num_tokens=record.num_tokens,
+            num_tokens=record.shape.num_tokens,
             num_sequences=len(record.rows),
         )
-        request_ids = frozenset(row.sequence.request.request_id for row in record.rows)
+        request_ids = frozenset([row.sequence.request.request_id for row in record.rows])
         return StepResult(self.take_outputs(), times, request_ids)
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[LogprobEntry, ...]) -> None:
@@ -364,43 +338,42 @@ class Scheduler:
         message: str = "",
     ) -> None:
         if sequence.status is SequenceStatus.RUNNING:
-            self._leave_executor(sequence)
+            self._residents.leave(sequence)
         else:
             self._waiting.remove(sequence)
+        if reason in ("stop", "length"):
+            self._predictor.on_finish(len(sequence.output_token_ids))
+        self._end(sequence)
+        finish = SequenceFinish(-1, reason, stop_token_id, sequence.num_preemptions, message)
+        self._outputs.add(sequence, token_ids, logprobs, finish)
+
+    def _end(self, sequence: Sequence) -> None:
+        """It holds nothing and waits no more: forget it, and its request with the last choice."""
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         del request.live[sequence.choice]
         if not request.live:
             del self._requests[request.request_id]
-        finish = SequenceFinish(-1, reason, stop_token_id, sequence.num_preemptions, message)
-        self._outputs.add(sequence, token_ids, logprobs, finish)
-
-    def _leave_executor(self, sequence: Sequence) -> None:
-        """Give slot and pages back. The executor hears of the slot with the next step."""
-        del self._running[sequence]
-        self._prefixes.register(sequence)
-        self._prefixes.leave(sequence)
-        self._kv.release(sequence.block_table)
-        self._freed_slots.append(sequence.slot)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
-        sequence.num_computed_tokens = 0
-        sequence.status = SequenceStatus.WAITING
+            self._num_impatient -= self._is_impatient(request)
 
     # ----------------------------------------------------------------------------------------------- looking
 
     def stats(self) -> EngineStats:
+        model = self._step_times
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_pages=self._kv.num_free_pages,
             num_pages=self._kv.num_pages,
-            num_preemptions=self._num_preemptions,
-            preempted_tokens=self._preempted_tokens,
+            num_preemptions=self._planner.num_preemptions,
+            preempted_tokens=self._planner.num_tokens_lost,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_prefix_queries=self._prefixes.num_queries,
             num_prefix_hits=self._prefixes.num_hits,
+            executor_busy_ns=self._executor_times.busy_ns,
+            executor_idle_ns=self._executor_times.idle_ns,
+            step_costs=astuple(model.costs) if model.is_fitted else (),
         )
 
     def check_integrity(self) -> list[str]:
@@ -411,7 +384,7 @@ class Scheduler:
             *self._prefixes.check_integrity(running),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
-            *integrity.check_slots(running, self._free_slots, self._max_num_seqs),
+            *integrity.check_slots(running, self._residents.free_slots, self._max_num_seqs),
             *integrity.check_queues(running, waiting, self._requests),
             *waiting.check_integrity(running),
             *integrity.check_in_flight([*running, *waiting], self._in_flight, self._max_steps_in_flight),

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import SchedulerSettings
+from ringserve.engine.pressure_log import PressureLog
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.messages import (
@@ -57,6 +58,7 @@ class SchedulerActor:
         """The tokenizer that each live request came from, and that gets its answers."""
         self._last_stats: dict[str, EngineStats] = {}
         """What each tokenizer was told last."""
+        self._pressure = PressureLog()
 
     # ----------------------------------------------------------------------------------------------- startup
 
@@ -87,13 +89,20 @@ class SchedulerActor:
                 assert_never(message)
 
     def act(self) -> bool:
-        """Hand on what aborts came to, fill the executor's ring, and leave fresh numbers before going idle."""
+        """Hand on what aborts came to, fill the executor's ring, and leave fresh numbers before going idle.
+
+        Requests that wait too long are refused here; no timer is needed for it, since whoever waits, waits for others
+        whose results come.
+        """
         scheduler = self._scheduler
         if scheduler is None:
             return False
         self._send_outputs(scheduler, scheduler.take_outputs(), None, frozenset())
         while (step := scheduler.schedule(self._clock())) is not None:
             self._executor.send(step)
+        for refused in scheduler.take_refusals():
+            self._tokenizers[self._routes.pop(refused.request_id)].send(refused)
+        self._pressure.look(scheduler, self._clock())
         if scheduler.num_steps_in_flight == 0:
             self._send_stale_stats(scheduler)
         return False  # whatever comes next comes with a message

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ringserve.engine.prompt_chunks import PromptChunks
 from ringserve.engine.scheduler_outputs import OutputBatch
 from ringserve.engine.sequence import Sequence
+from ringserve.engine.step_time import StepShape
 from ringserve.messages import StepTimes
 
 
@@ -19,6 +21,16 @@ class StepPlan:
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
     admitted: dict[Sequence, int] = field(default_factory=dict)
     """Sequences that start, with the tokens whose keys and values they find in their pages."""
+    chunks: PromptChunks | None = None
+    """Where prompts may not take the whole budget."""
+
+    def chunk(self, num_computed: int, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens of a prompt fit into the step."""
+        num_tokens = min(num_tokens, self.budget)
+        if self.chunks is not None and num_tokens > 0:
+            num_tokens = min(num_tokens, self.chunks.limit(num_computed))
+            self.chunks.take(num_computed, num_tokens)
+        return num_tokens
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens
@@ -51,7 +63,7 @@ class StepRecord:
     step_id: int
     scheduled_ns: int
     rows: tuple[PlannedRow, ...]
-    num_tokens: int
+    shape: StepShape
 
 
 @dataclass(frozen=True, slots=True)

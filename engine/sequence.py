@@ -53,8 +53,27 @@ class Request:
     """Pages are shared among requests with the same salt only."""
     prompt_page_keys: list[PageKey] = field(default_factory=list)
     """Names of the prompt's full pages, once anybody asked."""
+    due_ns: int = 0
+    """When its last token is due; 0: whenever."""
+    first_token_due_ns: int = 0
+    time_per_token_ns: int = 0
+    """Between tokens; 0: whatever it takes."""
+    n: int = 1
+    is_resumed: bool = False
+    """It entered with tokens generated before."""
     live: dict[int, Sequence] = field(default_factory=dict)
     """The choices that are not over."""
+
+    @property
+    def has_deadline(self) -> bool:
+        return bool(self.due_ns or self.first_token_due_ns)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing of it was computed, here or before it came here, and no choice is over."""
+        if self.is_resumed or len(self.live) < self.n:
+            return False
+        return not any(sequence.first_scheduled_ns for sequence in self.live.values())
 
     @staticmethod
     def of(message: TokenizedRequest, max_model_len: int, now_ns: int) -> Request:
@@ -74,6 +93,11 @@ class Request:
             priority=message.priority,
             tenant=message.tenant,
             cache_salt=message.cache_salt,
+            n=message.n,
+            is_resumed=bool(message.resumed),
+            due_ns=message.targets.due_ns,
+            first_token_due_ns=message.targets.first_token_due_ns,
+            time_per_token_ns=message.targets.time_per_token_ns,
         )
 
 
@@ -98,6 +122,8 @@ class Sequence:
     num_pending_tokens: int = 0
     """Tokens that steps in flight sample."""
     num_preemptions: int = 0
+    num_thrown_away: int = 0
+    """Tokens that were computed when it was preempted last, until it resumes."""
     first_scheduled_ns: int = 0
     """0: not yet."""
     started: bool = False

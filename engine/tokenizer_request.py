@@ -95,6 +95,7 @@ class RequestAdmission:
             received_ns=request.received_ns,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
+            targets=request.targets,
         )
         return AdmittedRequest(
             prompt=prompt,

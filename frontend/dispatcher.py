@@ -20,6 +20,7 @@ from ringserve.frontend.journal import ChoiceRecord, Journal, JournalEntry
 from ringserve.frontend.metrics import Metrics
 from ringserve.frontend.stream import ChoiceOutput, Sink
 from ringserve.messages import (
+    NO_TARGETS,
     Abort,
     CheckIntegrity,
     DetokenizeRequest,
@@ -34,6 +35,7 @@ from ringserve.messages import (
     Prompt,
     RequestRefused,
     SamplingParams,
+    ServiceTargets,
     TextFinish,
     TextOutputs,
     TextStart,
@@ -64,6 +66,7 @@ class Plan:
     received_ns: int
     cache_salt: str = ""
     tenant: str = ""
+    targets: ServiceTargets = NO_TARGETS
 
 
 @dataclass(eq=False)
@@ -88,7 +91,9 @@ class Dispatcher:
         self.ready: ExecutorReady | None = None
         self.progress = LoadProgress("starting", 0.0)
         self.draining = False
+        self._max_num_seqs = settings.max_num_seqs
         self.max_choices = settings.max_num_seqs + settings.config.max_num_queued_reqs
+        self._overload_status = settings.overload_status
         self._outbox = outbox
         self._flush_soon = flush_soon
         self._metrics = metrics
@@ -96,7 +101,7 @@ class Dispatcher:
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._touched: set[Call] = set()
         self._mean_latency = 1.0
-        """Seconds, of recent choices: what a refused client is told to wait."""
+        """Seconds, of recent choices."""
 
     # ------------------------------------------------------------------------------------- from the HTTP side
 
@@ -127,6 +132,7 @@ class Dispatcher:
                 sent_ns=time.monotonic_ns(),
                 cache_salt=plan.cache_salt,
                 tenant=plan.tenant,
+                targets=plan.targets,
             )
             self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))
@@ -189,14 +195,18 @@ class Dispatcher:
 
     def _admit(self, wanted: int) -> None:
         if self._journal.choices_in_flight + wanted > self.max_choices:
-            self._metrics.on_rejected()
-            raise overloaded("The request queue is full.", min(max(1.0, self._mean_latency), 60.0))
+            self._metrics.on_rejected("max_num_queued_reqs")
+            # Little's law: one of those in flight ends every (mean latency / their number) seconds.
+            waiting = max(0, self._journal.choices_in_flight + wanted - self._max_num_seqs)
+            wait = self._mean_latency * waiting / self.max_choices
+            text = f"The request queue is full: {self._journal.choices_in_flight} choices of {self.max_choices}."
+            raise overloaded(text, min(max(0.1, wait), 60.0), self._overload_status, wait)
 
     async def _ask(self, request_id: int, message: FrontendMessage) -> Reply:
         self.require_ready()
         if len(self._replies) >= self.max_choices:
-            self._metrics.on_rejected()
-            raise overloaded("The request queue is full.", 1.0)
+            self._metrics.on_rejected("max_num_queued_reqs")
+            raise overloaded("The request queue is full.", 1.0, self._overload_status)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[request_id] = future
         self._outbox.send(message)
@@ -246,7 +256,7 @@ class Dispatcher:
             return
         call = entry.sink
         self._journal.close(entry)
-        self._metrics.on_refused(refused.status)
+        self._metrics.on_refused(refused)
         if call is not None:
             self.cancel(call, error)
 

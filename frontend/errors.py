@@ -17,6 +17,9 @@ from ringserve.messages import RequestRefused
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RATE_LIMIT = "rate_limit_error"
+PREDICTED_WAIT_HEADER = "x-ringserve-predicted-wait-ms"
+"""Milliseconds that a refused request would have waited for its first step."""
 
 _QUOTED_CHARACTERS = 200
 
@@ -33,6 +36,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        predicted_wait: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -44,6 +48,9 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+            self.headers["retry-after-ms"] = str(max(1, math.ceil(retry_after * 1e3)))
+        if predicted_wait is not None:
+            self.headers[PREDICTED_WAIT_HEADER] = str(max(0, round(predicted_wait * 1e3)))
 
     @classmethod
     def of_refusal(cls, refused: RequestRefused) -> ApiError:
@@ -55,6 +62,7 @@ class ApiError(Exception):
             param=refused.param,
             code=refused.code,
             retry_after=refused.retry_after,
+            predicted_wait=refused.predicted_wait,
         )
 
     def body(self) -> dict[str, Any]:
@@ -73,8 +81,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def overloaded(message: str, retry_after: float) -> ApiError:
-    return ApiError(503, message, code="overloaded", retry_after=retry_after)
+def overloaded(message: str, retry_after: float, status: int, predicted_wait: float | None = None) -> ApiError:
+    """More than the server takes on: 503 or 429, with the time after which it is worth asking again."""
+    kind = RATE_LIMIT if status == 429 else SERVER_ERROR
+    return ApiError(
+        status, message, type=kind, code="overloaded", retry_after=retry_after, predicted_wait=predicted_wait
+    )
 
 
 def shutting_down() -> ApiError:

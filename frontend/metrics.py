@@ -16,10 +16,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ringserve.frontend import buckets
 from ringserve.frontend.ring_metrics import RingMetrics
 from ringserve.messages import (
+    STEP_COSTS,
     EngineStats,
     ExecutorReady,
     FinishReason,
     GenerateRequest,
+    RequestRefused,
     StepTimes,
     TextOutputs,
     TextStart,
@@ -29,6 +31,15 @@ from ringserve.shm import DoorbellObserver, RingObserver
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
 _NS = 1e-9
+REJECTION_REASONS = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "max_num_queued_per_tenant",
+    "max_predicted_wait",
+    "queue_timeout",
+    "deadline_unreachable",
+)
+"""Codes of refusals that are the server's want of time or room, not the request's fault."""
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -55,8 +66,11 @@ class Metrics:
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         success = self._family_counter("vllm:request_success", "Choices that ended.", "finished_reason")
         self._finished = {reason: success.labels(*self._values, reason) for reason in _FINISH_REASONS}
-        rejections = self._family_counter("vllm:admission_rejections", "Requests refused for overload.", "reason")
-        self._rejections = rejections.labels(*self._values, "max_num_queued_reqs")
+        self._rejections = self._family_counter(
+            "vllm:admission_rejections", "Requests refused for want of time or room.", "reason"
+        )
+        for reason in REJECTION_REASONS:
+            self._rejections.labels(*self._values, reason)
 
         self._refused = self._family_counter("ringserve_refused_requests", "Refused behind the frontend.", "status")
 
@@ -93,6 +107,17 @@ class Metrics:
         )
         self._step_sequences = self._counter("ringserve_step_sequences", "Sequences advanced, summed over steps.")
         self._preempted_tokens = self._counter("ringserve_preempted_tokens", "Tokens computed again after preemption.")
+        self._executor_busy = self._counter("ringserve_executor_busy_seconds", "The executor computed steps.")
+        self._executor_idle = self._counter(
+            "ringserve_executor_idle_seconds",
+            "The executor had no step although sequences were to be computed: gaps between steps.",
+        )
+        self._step_costs = Gauge(
+            "ringserve_step_cost_seconds",
+            "The step-time model: what a step costs as such, and for each of these terms.",
+            (*_LABELS, "term"),
+            registry=self._registry,
+        )
         self._disconnects = self._counter(
             "ringserve_client_disconnects", "Clients gone before their answer was complete."
         )
@@ -174,6 +199,11 @@ class Metrics:
         self._preempted_tokens.inc(max(0, stats.preempted_tokens - last.preempted_tokens))
         self._prefix_queries.inc(max(0, stats.num_prefix_queries - last.num_prefix_queries))
         self._prefix_hits.inc(max(0, stats.num_prefix_hits - last.num_prefix_hits))
+        self._executor_busy.inc(max(0, stats.executor_busy_ns - last.executor_busy_ns) * _NS)
+        self._executor_idle.inc(max(0, stats.executor_idle_ns - last.executor_idle_ns) * _NS)
+        if stats.step_costs:
+            for term, seconds in zip(STEP_COSTS, stats.step_costs, strict=True):
+                self._step_costs.labels(*self._values, term).set(seconds)
         self._last_stats = stats
 
     # ------------------------------------------------------------------------------------------ per request
@@ -235,12 +265,15 @@ class Metrics:
         """All choices of a prompt ended; the longest had ``most_tokens``."""
         self._max_generation_tokens.observe(most_tokens)
 
-    def on_refused(self, status: int) -> None:
-        """The whole request was refused by a process behind the frontend, with this HTTP status."""
-        self._refused.labels(*self._values, str(status)).inc()
+    def on_refused(self, refused: RequestRefused) -> None:
+        """The whole request was refused by a process behind the frontend."""
+        self._refused.labels(*self._values, str(refused.status)).inc()
+        if refused.code in REJECTION_REASONS:
+            self.on_rejected(refused.code)
 
-    def on_rejected(self) -> None:
-        self._rejections.inc()
+    def on_rejected(self, reason: str) -> None:
+        """For want of time or room."""
+        self._rejections.labels(*self._values, reason).inc()
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()

@@ -14,6 +14,7 @@ from ringserve.frontend.generation import AnswerHead, Generation
 from ringserve.frontend.parsing import read_struct
 from ringserve.frontend.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from ringserve.frontend.service import Service
+from ringserve.frontend.targets import service_targets
 
 
 class GenerateRoutes:
@@ -41,6 +42,7 @@ class GenerateRoutes:
             received_ns=exchange_of(request.scope).received_ns,
             cache_salt=validation.cache_salt(body),
             tenant=validation.tenant(body, exchange_of(request.scope).tenant),
+            targets=service_targets(body, exchange_of(request.scope).received_ns),
         )
         options = AnswerOptions(logprobs, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "chatcmpl", ChatFormat(options))
@@ -67,6 +69,7 @@ class GenerateRoutes:
             received_ns=exchange_of(request.scope).received_ns,
             cache_salt=validation.cache_salt(body),
             tenant=validation.tenant(body, exchange_of(request.scope).tenant),
+            targets=service_targets(body, exchange_of(request.scope).received_ns),
         )
         options = AnswerOptions(logprobs, echo=echo, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "cmpl", CompletionFormat(options))

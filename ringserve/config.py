@@ -89,10 +89,10 @@ class SchedulerConfig(_Group, frozen=True):
         ),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
+        Literal["fcfs", "priority", "deadline", "fair"],
         Meta(
             description="Who is served first. fcfs: in the order of arrival; priority: by the requests' priority, "
-            "lower first; fair: equal service for each tenant."
+            "lower first; deadline: whose deadline is next; fair: equal service for each tenant."
         ),
     ] = "fcfs"
     priority_aging: Annotated[
@@ -103,6 +103,15 @@ class SchedulerConfig(_Group, frozen=True):
             description="With policy priority: seconds of waiting that are worth one level of priority; 0: no aging.",
         ),
     ] = 30.0
+    default_deadline: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1e6,
+            description="With policy deadline: seconds after its arrival at which a request without a deadline is "
+            "served as if due.",
+        ),
+    ] = 60.0
     tenant_weights: Annotated[
         str,
         Meta(description="With policy fair: shares such as key-1=2,key-2=1; tenants that are not named have weight 1."),
@@ -116,6 +125,51 @@ class SchedulerConfig(_Group, frozen=True):
     enable_prefix_caching: Annotated[
         bool, Meta(description="Reuse the keys and values of prompts that begin like one computed before.")
     ] = True
+    kv_reservation: Annotated[
+        Literal["prompt", "sequence"],
+        Meta(
+            description="KV pages that a sequence takes as it starts. prompt: those of its prompt, more as it grows "
+            "(it may be preempted for want of them); sequence: those of its longest answer, too (never preempted for "
+            "pages, but fewer run)."
+        ),
+    ] = "prompt"
+    preemption_resume_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="A preempted sequence resumes once there are pages for so many steps of it and all that run.",
+        ),
+    ] = 32
+    target_itl_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="Time between tokens that prompts must leave to the sequences that decode: the share of a "
+            "step that prompts get is cut to what keeps it. 0: prompts fill every step.",
+        ),
+    ] = 0.0
+    max_num_queued_tokens: Annotated[
+        Positive | None, Meta(description="Prompt tokens that may wait for their first step. Default: no bound.")
+    ] = None
+    max_num_queued_per_tenant: Annotated[
+        Positive | None, Meta(description="Choices of one tenant that may wait. Default: no bound.")
+    ] = None
+    queue_timeout: Annotated[
+        float, Meta(ge=0, le=1e6, description="Seconds that a request may wait for its first step; 0: no limit.")
+    ] = 0.0
+    max_predicted_wait: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="Predicted seconds of waiting beyond which a request is refused at once; 0: no limit.",
+        ),
+    ] = 0.0
+    overload_status: Annotated[
+        int, Meta(description="HTTP status of requests refused for overload: 503 or 429, with Retry-After.")
+    ] = 503
 
 
 def parse_tenant_weights(text: str) -> dict[str, float]:
@@ -147,7 +201,7 @@ class FrontendConfig(_Group, frozen=True):
         Meta(description="Key that every route but /health and /ready asks for; may be given several times."),
     ] = ()
     max_num_queued_reqs: Annotated[
-        int, Meta(ge=0, description="Choices that may wait beyond max-num-seqs; more get 503 with Retry-After.")
+        int, Meta(ge=0, description="Choices that may wait beyond max-num-seqs; more are refused with Retry-After.")
     ] = 512
     max_body_size: Annotated[
         int, Meta(ge=1024, description="Largest request body in bytes (suffixes K, M, G allowed).")
@@ -229,6 +283,7 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int
     version: str
     config: FrontendConfig
+    overload_status: int = 503
     log_level: str = "info"
 
 

@@ -107,6 +107,19 @@ class OutputParams(Part, frozen=True):
     """Return the prompt's text (and its token ids) with the first output."""
 
 
+class ServiceTargets(Part, frozen=True):
+    """By when a request wants to be served (``time.monotonic_ns()``); 0: whenever."""
+
+    due_ns: int = 0
+    """The last token."""
+    first_token_due_ns: int = 0
+    time_per_token_ns: int = 0
+    """Between tokens."""
+
+
+NO_TARGETS = ServiceTargets()
+
+
 class ChatPrompt(Message, frozen=True):
     """A conversation that the tokenizer process renders with the model's chat template."""
 
@@ -197,12 +210,22 @@ class EngineStats(Part, frozen=True):
     """Usable pages (page 0 is never given out and not counted)."""
     num_preemptions: int
     preempted_tokens: int
-    """Tokens whose keys and values were thrown away by preemption."""
+    """Tokens computed again after preemption; what the prefix cache still had is not among them."""
     num_steps: int
     num_computed_tokens: int
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
+    executor_busy_ns: int = 0
+    """The executor computed steps."""
+    executor_idle_ns: int = 0
+    """It had none although sequences were to be computed: the gaps between a step's end and the next one's start."""
+    step_costs: tuple[float, ...] = ()
+    """What the step-time model has come to, once it is worth acting on: seconds, in the order of ``STEP_COSTS``."""
+
+
+STEP_COSTS = ("base", "sequence", "token", "prompt_token", "context_token", "pair")
+"""Terms of a step's time: what it costs as such, and for each of these (``engine/step_time.py``)."""
 
 
 class SequenceStart(Part, frozen=True):
@@ -251,6 +274,7 @@ class GenerateRequest(Message, frozen=True):
     """Keys and values are shared among requests with the same salt only."""
     tenant: str = ""
     """On whose account it runs."""
+    targets: ServiceTargets = NO_TARGETS
 
 
 class TokenizeRequest(Message, frozen=True):
@@ -300,6 +324,7 @@ class TokenizedRequest(Message, frozen=True):
     """Tokenizer."""
     cache_salt: str = ""
     tenant: str = ""
+    targets: ServiceTargets = NO_TARGETS
 
 
 FrontendMessage = GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity
@@ -454,6 +479,8 @@ class RequestRefused(Message, frozen=True):
     code: str | None = None
     retry_after: float | None = None
     """Seconds."""
+    predicted_wait: float | None = None
+    """Seconds that it would have waited for its first step, where the scheduler can tell."""
 
 
 class IntegrityReport(Message, frozen=True):

@@ -129,6 +129,8 @@ def _default_text(option: Option) -> str:
 def _metavar(option: Option) -> str:
     if option.name.endswith("_price"):
         return "NUMBER"
+    if option.name.endswith("_ms"):
+        return "MILLISECONDS"
     return "SIZE" if option.is_size else {int: "N", float: "SECONDS"}.get(option.type, "TEXT")
 
 
@@ -217,6 +219,8 @@ def _check(config: ServeConfig) -> None:
     capacity = config.transport.ring_capacity
     if capacity & (capacity - 1):
         raise OptionError(f"--ring-capacity: {capacity} is not a power of two")
+    if config.scheduler.overload_status not in (503, 429):
+        raise OptionError(f"--overload-status: {config.scheduler.overload_status} is neither 503 nor 429")
     try:
         parse_tenant_weights(config.scheduler.tenant_weights)
     except ValueError as error:

@@ -67,6 +67,7 @@ def roles(config: ServeConfig, source: ModelSource) -> tuple[Role, ...]:
                 max_num_seqs=config.scheduler.max_num_seqs,
                 version=__version__,
                 config=config.frontend,
+                overload_status=config.scheduler.overload_status,
                 log_level=level,
             ),
         ),

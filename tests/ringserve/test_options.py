@@ -51,7 +51,9 @@ def test_values_from_a_file_have_types(tmp_path: Path) -> None:
         ({"chat_template": "/nowhere/template.jinja"}, "--chat-template: /nowhere/template.jinja: no such file"),
         ({"shutdown_timeout": "-1"}, "--shutdown-timeout"),
         ({"max_num_seqs": True}, "--max-num-seqs"),
-        ({"scheduling_policy": "lifo"}, "not one of fcfs, priority, fair"),
+        ({"scheduling_policy": "lifo"}, "not one of fcfs, priority, deadline, fair"),
+        ({"overload_status": "500"}, "--overload-status: 500 is neither 503 nor 429"),
+        ({"target_itl_ms": "-1"}, "--target-itl-ms"),
         ({"tenant_weights": "a=0"}, "--tenant-weights: 'a=0' is not of the form TENANT=WEIGHT"),
     ],
 )

@@ -36,11 +36,17 @@ class RunningFrontend:
         ready: bool = True,
         max_num_seqs: int = 8,
         keep_port: bool = False,
+        overload_status: int = 503,
     ) -> None:
         config = config or FrontendConfig()
         self.config = msgspec.structs.replace(config, port=config.port if keep_port else 0, debug_endpoints=True)
         self.settings = FrontendSettings(
-            index=0, model_name=MODEL, max_num_seqs=max_num_seqs, version="9.9.9", config=self.config
+            index=0,
+            model_name=MODEL,
+            max_num_seqs=max_num_seqs,
+            version="9.9.9",
+            config=self.config,
+            overload_status=overload_status,
         )
         self.fake = FakeTokenizer()
         self.reports: list[SupervisorInbound] = []

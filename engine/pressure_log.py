@@ -1,0 +1,41 @@
+"""One line when sequences are preempted, not one for each: what it cost, and what helps."""
+
+from __future__ import annotations
+
+import logging
+
+from ringserve.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_NS = 60_000_000_000
+"""Between two lines."""
+
+
+class PressureLog:
+    """Watches a scheduler's counters."""
+
+    def __init__(self) -> None:
+        self._num_preemptions = 0
+        self._num_tokens = 0
+        self._next_ns = 0
+
+    def look(self, scheduler: Scheduler, now_ns: int) -> None:
+        """Warn if sequences were preempted since the last line, which was some time ago."""
+        count = scheduler.num_preemptions - self._num_preemptions
+        if not count or now_ns < self._next_ns:
+            return
+        stats = scheduler.stats()
+        logger.warning(
+            "%d preempted (priority, or KV pages ran out), %d tokens computed again for it since the last such line; "
+            "%d of %d pages free, %d running, %d waiting. A larger --kv-cache-memory or a smaller --max-num-seqs "
+            "helps; --kv-reservation sequence rules it out.",
+            count,
+            stats.preempted_tokens - self._num_tokens,
+            stats.num_free_pages,
+            stats.num_pages,
+            stats.num_running,
+            stats.num_waiting,
+        )
+        self._num_preemptions, self._num_tokens = stats.num_preemptions, stats.preempted_tokens
+        self._next_ns = now_ns + INTERVAL_NS
