@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ringserve.bench.load import ClosedLoop, OpenLoop
 from ringserve.bench.prompts import Job, Prompt, estimate_tokens
-from ringserve.messages import SamplingParams, TokenizedRequest
+from ringserve.messages import NO_TARGETS, SamplingParams, ServiceTargets, TokenizedRequest
 
 SAMPLING = SamplingParams(seed=0, ignore_eos=True)
 """Answers have exactly the length asked for."""
@@ -29,6 +29,8 @@ class Tenant:
     share: float = 1.0
     """Of the conversations, over the sum of all shares."""
     priority: int = 0
+    deadline_ms: float = 0.0
+    """From sending a request to its last token; 0: none."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Conversation:
     job: Job
     tenant: str
     priority: int
+    deadline_ms: float
     turn: int = 0
     token_ids: bytes = b""
     """int32: what was said so far, questions and answers."""
@@ -150,7 +153,8 @@ class Client:
         if job is None:
             return None
         (name,) = self._rng.choices(self._names, self._shares)
-        return Conversation(job, name, self.tenants[name].priority)
+        tenant = self.tenants[name]
+        return Conversation(job, name, tenant.priority, tenant.deadline_ms)
 
     def _push_next_arrival(self) -> None:
         at = next(self._times, None)
@@ -169,6 +173,7 @@ class Client:
             conversation.token_ids = prompt
         sent = SentRequest(conversation, sent_ns, len(prompt) // 4, answer=array("i") if more else None)
         self._next_id += 1
+        deadline_ns = round(conversation.deadline_ms * 1e6)
         message = TokenizedRequest(
             request_id=self._next_id,
             prompt_token_ids=prompt,
@@ -177,6 +182,7 @@ class Client:
             max_tokens=turn.output_tokens,
             priority=conversation.priority,
             tenant=conversation.tenant,
+            targets=ServiceTargets(due_ns=sent_ns + deadline_ns) if deadline_ns else NO_TARGETS,
         )
         return message, sent
 

@@ -63,7 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--save-step-time", type=Path, metavar="FILE", help="keep what --calibrate fitted")
     add("--against", metavar="URL", help="send the same load to a running server and show both")
     add("--api-key", metavar="KEY", help="if the server asks for one")
-    add("--server-timeout", type=float, default=600.0, metavar="SECONDS", help="for each request (default: %(default)g)")
+    add(
+        "--server-timeout", type=float, default=600.0, metavar="SECONDS", help="for each request (default: %(default)g)"
+    )
     add = parser.add_argument_group("engine (default: that of the calibrated server)").add_argument
     add("--block-size", type=int, metavar="N", help=f"tokens in a KV page (default: {DEFAULT_PAGE_SIZE})")
     add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache (default: enough for all sequences)")
@@ -74,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--find-rate", type=float, metavar="PART", help="the highest rate at which this part keeps the --goodput")
     add("--tenants", metavar="NAME=SHARE,...", help="who sends which share of the requests")
     add("--tenant-priorities", metavar="NAME=N,...", help="`priority` of their requests (default: 0)")
+    add("--tenant-deadlines", metavar="NAME=MS,...", help="`deadline_ms` of their requests (default: none)")
+    add("--deadline-ms", type=float, default=0.0, metavar="MS", help="`deadline_ms` of all others (default: none)")
     add_shape_arguments(parser)
     parser.set_defaults(
         api="completions",
@@ -252,15 +256,23 @@ def _policies(given: argparse.Namespace) -> list[str]:
 def _tenants(given: argparse.Namespace) -> dict[str, Tenant]:
     shares = _numbers("--tenants", given.tenants) or {"": 1.0}
     priorities = _numbers("--tenant-priorities", given.tenant_priorities)
+    deadlines = _numbers("--tenant-deadlines", given.tenant_deadlines)
+    for flag, named in (("--tenant-priorities", priorities), ("--tenant-deadlines", deadlines)):
+        for name in named.keys() - shares.keys():
+            raise OptionError(f"{flag}: {name!r} is not one of --tenants")
     for name, priority in priorities.items():
-        if name not in shares:
-            raise OptionError(f"--tenant-priorities: {name!r} is not one of --tenants")
         if not priority.is_integer():
-            raise OptionError(f"--tenant-priorities: {priority:g} is not a whole number")
+            raise OptionError(f"--tenant-priorities: {name}={priority:g} is not a whole number")
+    for flag, limits in (("--tenant-deadlines", deadlines), ("--deadline-ms", {"": given.deadline_ms})):
+        if not all(0 <= limit < 1e12 for limit in limits.values()):
+            raise OptionError(f"{flag}: a deadline is not below 0")
     for name, share in shares.items():
         if not 0 < share < float("inf"):
             raise OptionError(f"--tenants: the share of {name!r} is not above 0")
-    return {name: Tenant(share, int(priorities.get(name, 0))) for name, share in shares.items()}
+    return {
+        name: Tenant(share, int(priorities.get(name, 0)), deadlines.get(name, given.deadline_ms))
+        for name, share in shares.items()
+    }
 
 
 def _numbers(flag: str, text: str | None) -> dict[str, float]:

@@ -73,10 +73,12 @@ class _Run:
 
     def loop(self, observe: Observer | None) -> None:
         scheduler, executor, client = self.scheduler, self.executor, self.client
-        now_ns = 0
+        now_ns = 1  # 0 is "not yet" in the scheduler's books
         while True:
             while (step := scheduler.schedule(now_ns)) is not None:
                 executor.submit(step, now_ns)
+            for refused in scheduler.take_refusals():
+                self._end(self._live.pop(refused.request_id), now_ns, refused.code or refused.message)
             result_ns, arrival_ns = executor.next_ns, client.next_ns
             if arrival_ns is not None and (result_ns is None or arrival_ns <= result_ns):
                 now_ns = max(now_ns, arrival_ns)
@@ -97,7 +99,7 @@ class _Run:
             self.requests.append(sent)
             refused = self.scheduler.add_request(message, now_ns)
             if refused is not None:
-                self._end(sent, now_ns, refused.message)
+                self._end(sent, now_ns, refused.code or refused.message)
             else:
                 self._live[message.request_id] = sent
         self._on_outputs(self.scheduler.take_outputs(), now_ns)

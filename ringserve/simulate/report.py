@@ -40,7 +40,8 @@ def _column(figures: Figures) -> dict[str, str]:
         "output tokens/s": f"{f.output_tokens_per_s:.1f}",
     }
     for name, summary in (("TTFT", f.ttft_ms), ("ITL", f.itl_ms), ("TPOT", f.tpot_ms), ("E2E", f.e2e_ms)):
-        column[f"{name} mean / p50 / p90 / p99, ms"] = _summary(summary)
+        for part in ("mean", "p50", "p90", "p99"):
+            column[f"{name} {part}, ms"] = _number(_part(summary, part))
     if f.goodput is not None:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in f.goodput.objectives_ms.items())
         column[f"goodput ({limits}), requests/s"] = f"{f.goodput.requests_per_s:.2f} = {f.goodput.part:.1%}"
@@ -96,7 +97,9 @@ def print_calibration(console: Console, calibration: Calibration, fit: Fit) -> N
     console.print(table)
     worst = max(abs(error) for error in fit.errors)
     mean = sum(abs(error) for error in fit.errors) / len(fit.errors)
-    console.print(f"  {len(fit.errors)} measurements; error {mean:.1%} on average, {worst:.1%} at worst\n", highlight=False)
+    console.print(
+        f"  {len(fit.errors)} measurements; error {mean:.1%} on average, {worst:.1%} at worst\n", highlight=False
+    )
 
 
 def print_against(console: Console, figures: Figures, real: Metrics) -> None:
@@ -126,12 +129,6 @@ def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     return table
-
-
-def _summary(summary: Summary | None) -> str:
-    if summary is None:
-        return "-"
-    return " / ".join(f"{value:.1f}" for value in (summary.mean, summary.p50, summary.p90, summary.p99))
 
 
 def _p50(summary: Summary | None) -> str:
