@@ -97,7 +97,7 @@ def _unwrap(annotation: Any) -> tuple[Any, bool, bool, tuple[str, ...]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
-    """Add every option to ``parser``, or those of the groups in ``only``. Absent ones leave nothing in the namespace."""
+    """Add every option to ``parser``, or those of some groups. Absent ones leave nothing in the namespace."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options():
         if option.name == "model" or (only is not None and option.group not in only):

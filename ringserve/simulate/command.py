@@ -63,9 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--save-step-time", type=Path, metavar="FILE", help="keep what --calibrate fitted")
     add("--against", metavar="URL", help="send the same load to a running server and show both")
     add("--api-key", metavar="KEY", help="if the server asks for one")
-    add(
-        "--server-timeout", type=float, default=600.0, metavar="SECONDS", help="for each request (default: %(default)g)"
-    )
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each real request (default: %(default)g)")
     add = parser.add_argument_group("engine (default: that of the calibrated server)").add_argument
     add("--block-size", type=int, metavar="N", help=f"tokens in a KV page (default: {DEFAULT_PAGE_SIZE})")
     add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache (default: enough for all sequences)")
@@ -103,7 +101,6 @@ def run(arguments: Sequence[str]) -> int:
         SystemExit: help, or a mistake that argparse tells of.
     """
     given = build_parser().parse_args(arguments)
-    given.timeout = given.server_timeout
     for path, flag in ((given.json, "--json"), (given.plot, "--plot"), (given.save_step_time, "--save-step-time")):
         check_writable(path, flag)
     check_plot(given.plot)
@@ -200,7 +197,7 @@ def _calibration(given: argparse.Namespace, console: Console) -> Calibration:
         def report(what: str, part: float) -> None:
             progress.update(task, completed=part, description=f"calibration: {what}", refresh=True)
 
-        calibration, fit = calibrate(endpoint, TokenIds(int(low), int(high)), given.server_timeout, report)
+        calibration, fit = calibrate(endpoint, TokenIds(int(low), int(high)), given.timeout, report)
     print_calibration(console, calibration, fit)
     if given.save_step_time is not None:
         calibration.save(given.save_step_time)

@@ -1,4 +1,4 @@
-"""An executor that computes nothing: it keeps the lengths of the sequences in its slots and knows how long steps take."""
+"""An executor that computes nothing: it keeps the lengths of what its slots hold and knows how long steps take."""
 
 from __future__ import annotations
 
