@@ -6,7 +6,7 @@ import math
 
 from ringserve.engine.step_time import StepCosts, StepShape
 
-SMALLEST_CHUNK = 16
+SMALLEST_CHUNK = 4
 """Prompt tokens that a step takes whatever the time says, so that no prompt starves."""
 
 

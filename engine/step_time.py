@@ -36,7 +36,7 @@ _SPREADS = 3.0
 _SMALLEST_SPREAD = 0.02
 _HOLD = 1e-3
 """How little of a term, against the most that was ever seen of it, still moves its cost."""
-_SWEEPS = 2
+_SWEEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ class StepTimeModel:
         self._spread = 0.1
         self._bias = 0.0
         """Mean error of the recent predictions, with its sign."""
+        self._prompt_ratio = 1.0
         self.num_observations = 0
 
     @property
@@ -150,6 +151,12 @@ class StepTimeModel:
     def relative_error(self) -> float:
         """Mean absolute error of the recent predictions, over the time taken or predicted (the larger)."""
         return self._spread
+
+    @property
+    def prompt_ratio(self) -> float:
+        """What the last few steps with prompts took over what was predicted: for whoever has to keep to a time now,
+        and cannot wait until the costs have followed."""
+        return self._prompt_ratio
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes; a guess until ``is_fitted``."""
@@ -170,6 +177,8 @@ class StepTimeModel:
         weight = min(1.0, limit / error) if self.is_fitted and error > 0 else 1.0
         self._spread += 0.05 * (error - self._spread)
         self._bias += 0.05 * (signed_error - self._bias)
+        if shape.num_prompt_tokens and self.is_fitted:
+            self._prompt_ratio += 0.15 * (min(max(seconds / predicted, 0.5), 2.0) - self._prompt_ratio)
         self.num_observations += 1
         self._add(shape, seconds, weight)
         self._solve()

@@ -34,4 +34,4 @@ class TokenBudget:
                 target = min(target, sequence.request.time_per_token_ns * 1e-9)
         if target < math.inf:
             rows = [(sequence.num_computed_tokens, num) for sequence, num in plan.num_tokens.items()]
-            plan.chunks = PromptChunks(self._model.costs, StepShape.of(rows), target)
+            plan.chunks = PromptChunks(self._model.costs, StepShape.of(rows), target / self._model.prompt_ratio)

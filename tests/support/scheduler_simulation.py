@@ -17,6 +17,7 @@ from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.messages import (
+    NO_TARGETS,
     ExecutorReady,
     LogprobColumns,
     ModelRunnerOutput,
@@ -29,6 +30,7 @@ from ringserve.messages import (
     SchedulerOutput,
     SequenceFinish,
     SequenceStart,
+    ServiceTargets,
     SlotPromptLogprobs,
     StepTimes,
     TokenizedRequest,
@@ -84,6 +86,7 @@ def make_request(
     cache_salt: str = "",
     priority: int = 0,
     tenant: str = "",
+    targets: ServiceTargets = NO_TARGETS,
 ) -> TokenizedRequest:
     """A request whose prompt and seed follow from its id; the prompts of a ``family`` begin with the same tokens."""
     sources = [family if family is not None and i < num_shared_tokens else request_id for i in range(num_prompt_tokens)]
@@ -106,6 +109,7 @@ def make_request(
         resumed=resumed,
         cache_salt=cache_salt,
         tenant=tenant,
+        targets=targets,
     )
 
 
@@ -161,6 +165,8 @@ class FakeExecutor:
         self.next_step_id = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
+        self.spans: list[tuple[int, int]] = []
+        """(tokens computed before, tokens of the step) of the last step's rows."""
         self.fail_at: dict[tuple[int, int], int] = {}
         """(seed, choice): number of generated tokens at which sampling fails."""
 
@@ -185,9 +191,11 @@ class FakeExecutor:
         sampled: list[tuple[int, int, LogprobColumns]] = []
         failed: list[tuple[int, str]] = []
         prompt_logprobs: list[SlotPromptLogprobs] = []
+        self.spans = []
         for number, count in zip(rows, counts, strict=True):
             slot = self.slots[number]
             first, end = slot.num_computed, slot.num_computed + count
+            self.spans.append((first, count))
             self._compute(slot, end)
             if slot.sequence.sampling.prompt_logprobs >= 0 and first < slot.sequence.num_prompt_tokens:
                 prompt_logprobs.append(self._prompt_logprobs(number, slot, first, end))
@@ -348,6 +356,8 @@ class Engine:
         self.in_flight: deque[ModelRunnerOutput] = deque()
         self.choices: dict[tuple[int, int], Collected] = {}
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.refusals: list[RequestRefused] = []
+        """Of requests that were queued."""
         self.now_ns = 1000
 
     @property
@@ -366,6 +376,7 @@ class Engine:
     def schedule(self) -> SchedulerOutput | None:
         """Plan a step and have it computed; its result waits for ``deliver``."""
         step = self.scheduler.schedule(self._tick())
+        self.refusals += self.scheduler.take_refusals()
         if step is not None:
             step = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=SchedulerOutput)
             self.steps.append(step)
