@@ -108,13 +108,20 @@ def test_deadlines_that_cannot_be_met_are_refused() -> None:
 
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=12)
-policies = st.sampled_from(["fcfs", "priority", "deadline", "fair"])
+configs = st.sampled_from(
+    [
+        SchedulerConfig(),
+        SchedulerConfig(scheduling_policy="priority"),
+        SchedulerConfig(scheduling_policy="deadline"),
+        SchedulerConfig(scheduling_policy="fair"),
+    ]
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, policies, st.booleans(), st.integers(20, 60), st.integers(0, 9))
+@given(sizes, configs, st.booleans(), st.integers(20, 60), st.integers(0, 9))
 def test_any_load_is_served_to_the_end(
-    load: list[tuple[int, int]], policy: str, is_open: bool, num_pages: int, seed: int
+    load: list[tuple[int, int]], config: SchedulerConfig, is_open: bool, num_pages: int, seed: int
 ) -> None:
     def client() -> Client:
         rng = random.Random(seed)
@@ -122,7 +129,6 @@ def test_any_load_is_served_to_the_end(
         return Client(jobs(*load), pace, str(seed), {"a": Tenant(2.0, 1), "b": Tenant(1.0, -1)})
 
     engine = Engine(num_pages, 16, 4, 64, 1024)
-    config = SchedulerConfig(scheduling_policy=policy)
     run = outcome(client(), engine, config)
     assert len(run.requests) == len(load)
     assert run.stats.num_free_pages == num_pages
