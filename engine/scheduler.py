@@ -33,6 +33,7 @@ from ringserve.engine.residents import Residents
 from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch, split_logprobs
 from ringserve.engine.scheduler_step import PlannedRow, StepPlan, StepRecord, StepResult
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
+from ringserve.engine.sessions import Sessions
 from ringserve.engine.step_message import step_message
 from ringserve.engine.step_planner import StepPlanner
 from ringserve.engine.step_time import StepShape, StepTimeModel
@@ -47,6 +48,8 @@ from ringserve.messages import (
     RequestRefused,
     SchedulerOutput,
     SequenceFinish,
+    SessionInfo,
+    SessionRef,
     StepTimes,
     TokenizedRequest,
     unpack_i32,
@@ -70,7 +73,8 @@ class Scheduler:
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
             raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
         self._kv = KVManager(ready.num_pages, ready.page_size)
-        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching)
+        self._sessions = Sessions(self._kv, config)
+        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching, self._sessions)
         self._residents = Residents(self._kv, self._prefixes, ready.max_num_seqs)
         self._running = self._residents.running
         self._waiting = make_policy(config)
@@ -91,6 +95,8 @@ class Scheduler:
         self._num_impatient = 0
         """Live requests that may be refused for having waited."""
         self._next_sweep_ns = 0
+        self._now_ns = 0
+        """As of the last call that had a time: an abort has none."""
         self._refusals: list[RequestRefused] = []
         self._in_flight: deque[StepRecord] = deque()
         self._outputs = OutputCollector()
@@ -157,6 +163,9 @@ class Scheduler:
             request.live[sequence.choice] = sequence
             self._waiting.add(sequence)
         if request.live:
+            self._now_ns = now_ns
+            if request.session is not None:
+                self._sessions.touch(request.session, now_ns)
             self._requests[request.request_id] = request
             self._num_impatient += self._is_impatient(request)
         for sequence in sequences:
@@ -198,8 +207,9 @@ class Scheduler:
 
     def _predict(self, sequence: Sequence) -> Prediction | None:
         cached = self._prefixes.lookup(sequence) or []
+        num_cached = self._prefixes.num_cached(sequence, cached)
         ahead = self._waiting.ahead_of(sequence)
-        return self._predictor.predict(sequence.request, self._running, ahead, len(cached) * self._kv.page_size)
+        return self._predictor.predict(sequence.request, self._running, ahead, num_cached)
 
     def _is_impatient(self, request: Request) -> bool:
         return not request.is_resumed and (self._admission.has_timeout or request.has_deadline)
@@ -230,6 +240,8 @@ class Scheduler:
         """Plan the next step; None if there is nothing to compute now or enough steps are in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
+        self._now_ns = now_ns
+        self._sessions.expire(now_ns)
         self._refuse_overdue(now_ns)
         plan = self._planner.plan()
         return self._commit(plan, now_ns) if plan.num_tokens else None
@@ -262,6 +274,7 @@ class Scheduler:
             expected = self._in_flight[0].step_id if self._in_flight else "none"
             raise ValueError(f"the executor answered step {output.step_id}; the oldest in flight is {expected}")
         record = self._in_flight.popleft()
+        self._now_ns = now_ns
         self._num_steps += 1
         self._num_computed_tokens += record.shape.num_tokens
         self._step_times.observe(record.shape, self._executor_times.on_result(output))
@@ -338,6 +351,9 @@ class Scheduler:
         message: str = "",
     ) -> None:
         if sequence.status is SequenceStatus.RUNNING:
+            if sequence.request.session is not None and reason != "error":
+                self._prefixes.register(sequence)
+                self._sessions.keep(sequence, self._now_ns)
             self._residents.leave(sequence)
         else:
             self._waiting.remove(sequence)
@@ -356,6 +372,18 @@ class Scheduler:
             del self._requests[request.request_id]
             self._num_impatient -= self._is_impatient(request)
 
+    # ---------------------------------------------------------------------------------------------- sessions
+
+    def list_sessions(self, owner: str, now_ns: int) -> tuple[SessionInfo, ...]:
+        """The sessions of one owner that are kept now."""
+        self._sessions.expire(now_ns)
+        return self._sessions.of_owner(owner, now_ns)
+
+    def drop_session(self, session: SessionRef, now_ns: int) -> bool:
+        """Keep its pages no longer; False if there is no such session."""
+        self._sessions.expire(now_ns)
+        return self._sessions.drop(session)
+
     # ----------------------------------------------------------------------------------------------- looking
 
     def stats(self) -> EngineStats:
@@ -373,6 +401,7 @@ class Scheduler:
             num_prefix_hits=self._prefixes.num_hits,
             executor_busy_ns=self._executor_times.busy_ns,
             executor_idle_ns=self._executor_times.idle_ns,
+            num_sessions=len(self._sessions),
             step_costs=astuple(model.costs) if model.is_fitted else (),
         )
 
@@ -382,6 +411,7 @@ class Scheduler:
         return [
             *self._kv.check_integrity(sequence.block_table for sequence in running),
             *self._prefixes.check_integrity(running),
+            *self._sessions.check_integrity(),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
             *integrity.check_slots(running, self._residents.free_slots, self._max_num_seqs),

@@ -127,7 +127,7 @@ def _default_text(option: Option) -> str:
 
 
 def _metavar(option: Option) -> str:
-    if option.name.endswith("_price"):
+    if option.name.endswith(("_price", "_share")):
         return "NUMBER"
     if option.name.endswith("_ms"):
         return "MILLISECONDS"
