@@ -93,6 +93,17 @@ def test_another_beginning_computes_what_is_different() -> None:
     assert info.num_tokens == 36
 
 
+def test_the_last_token_is_computed_even_if_all_are_kept() -> None:
+    talks = Talks()
+    request = talks.turn(20, 7)
+    talks.run()
+    kept = talks.said[ME][: 4 * 26]
+    again = msgspec.structs.replace(request, request_id=1, prompt_token_ids=kept)
+    talks.requests[1] = again
+    assert talks.engine.add(again) is None
+    assert talks.run() == 26 - 16 + 6
+
+
 def test_a_salt_keeps_even_the_same_session_apart() -> None:
     talks = Talks()
     talks.turn(5, 4)
