@@ -62,6 +62,8 @@ class Live(msgspec.Struct, frozen=True):
     rings: tuple[Ring, ...]
     outside_executor: float
     """Share of a step's time, from the start of the forward pass to the frontend, that is not the executor's."""
+    executor_idle: float
+    """Share of the executor's time with work to do in which it had no step: the gaps between steps."""
     messages_per_token: float
     bytes_per_token: float
     doorbells_per_message: float
@@ -180,12 +182,15 @@ def evaluate(delta: Sample) -> Live:
     executor = next(hop.mean_us for hop in hops if hop.name == "executor")
     outside = sum(hop.mean_us for hop in hops if hop.name not in (*QUEUED, "executor"))
     messages = sum(ring.messages for ring in rings)
+    idle = _total(delta, "ringserve_executor_idle_seconds_total")
+    busy = _total(delta, "ringserve_executor_busy_seconds_total")
     return Live(
         tokens=tokens,
         steps=int(_total(delta, "ringserve_steps_total")),
         hops=hops,
         rings=rings,
         outside_executor=outside / (outside + executor),
+        executor_idle=idle / (idle + busy) if busy else 0.0,
         messages_per_token=messages / tokens,
         bytes_per_token=sum(ring.bytes for ring in rings) / tokens,
         doorbells_per_message=sum(ring.doorbells for ring in rings) / messages if messages else 0.0,
@@ -255,7 +260,8 @@ def _print(console: Console, live: Live) -> None:
     console.print(
         f"\n{live.tokens:,} tokens in {live.steps:,} steps: {live.messages_per_token:.2f} messages and "
         f"{live.bytes_per_token:.0f} bytes per token, {live.doorbells_per_message:.2f} doorbells per message; "
-        f"{live.outside_executor:.2%} of a step outside the executor",
+        f"{live.outside_executor:.2%} of a step outside the executor, which waits {live.executor_idle:.2%} of its time "
+        "between steps",
         highlight=False,
     )
 

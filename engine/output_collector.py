@@ -26,15 +26,16 @@ class OutputCollector:
         finish: SequenceFinish | None,
     ) -> None:
         request = sequence.request
-        start = None
-        if not sequence.started:
+        if sequence.started:
+            self._batch.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, None, finish))
+        else:
             sequence.started = True
             # One that ended before it was ever scheduled has waited for nothing.
             first_scheduled_ns = sequence.first_scheduled_ns or request.queued_ns
             start = SequenceStart(
                 -1, request.queued_ns, first_scheduled_ns, sequence.num_cached_tokens, sequence.num_preemptions
             )
-        self._batch.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, start, finish))
+            self._batch.rows.append(OutputRow(request.request_id, sequence.choice, token_ids, logprobs, start, finish))
 
     def add_prompt_logprobs(self, sequence: Sequence, start: int, columns: LogprobColumns) -> None:
         """Each position once, in ascending order; a recomputed prompt repeats itself."""

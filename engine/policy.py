@@ -46,8 +46,11 @@ class Policy(Protocol):
     def displaces(self, head: Sequence, running: Sequence) -> bool:
         """A waiting one may throw this running one out."""
 
-    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A sequence was served: prompt tokens as it starts for the first time, its output as it comes."""
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence starts for the first time, with so many tokens of its prompt to be computed."""
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these got a token."""
 
     def check_integrity(self, running: Iterable[Sequence]) -> list[str]:
         """What is wrong with the order; empty when sound."""

@@ -13,6 +13,7 @@ What the prefix cache spared is not charged; what a preemption throws away is no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -103,9 +104,15 @@ class FairPolicy:
     def displaces(self, head: Sequence, running: Sequence) -> bool:
         return False
 
-    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        tenant = self._tenant(sequence.request.tenant)
-        price = self._input_price * num_prompt_tokens + self._output_price * num_output_tokens
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        self._charge(sequence.request.tenant, self._input_price * num_tokens)
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        for name, num_tokens in Counter([sequence.request.tenant for sequence in sequences]).items():
+            self._charge(name, self._output_price * num_tokens)
+
+    def _charge(self, name: str, price: float) -> None:
+        tenant = self._tenant(name)
         tenant.counter += price / tenant.weight
 
     def check_integrity(self, running: Iterable[Sequence]) -> list[str]:

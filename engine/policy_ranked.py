@@ -73,7 +73,10 @@ class RankedPolicy:
     def displaces(self, head: Sequence, running: Sequence) -> bool:
         return self._rule.displaces(head, running)
 
-    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Nobody keeps accounts."""
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
         """Nobody keeps accounts."""
 
     def check_integrity(self, running: Iterable[Sequence]) -> list[str]:

@@ -25,8 +25,8 @@ class PrefixSharing:
 
     def __init__(self, kv: KVManager, enabled: bool, sessions: Sessions) -> None:
         self._kv = kv
-        self._enabled = enabled
         self._sessions = sessions
+        self.enabled = enabled
         self._computing: dict[PageKey, Sequence] = {}
         """Pages of prompts that running sequences have yet to compute, with the one that does."""
         self.num_queries = 0
@@ -39,7 +39,7 @@ class PrefixSharing:
         ``num_cached`` says how many tokens they hold: the last one may be its session's and not full.
         """
         sequence.num_tail_tokens = 0
-        if not self._enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
+        if not self.enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
             return []
         self._extend_keys(sequence)
         # The last known token is computed anyway: the next token is drawn from its logits.
@@ -66,7 +66,7 @@ class PrefixSharing:
             self._kv.take_over(pages[-1])
         sequence.num_computed_tokens = num_tokens
         sequence.num_registered_pages = num_full
-        if not self._enabled:
+        if not self.enabled:
             return
         num_prompt_tokens = sequence.request.num_prompt_tokens
         if not sequence.first_scheduled_ns and sequence.sampling.prompt_logprobs < 0:
@@ -84,7 +84,7 @@ class PrefixSharing:
             sequence.num_computed_tokens, sequence.request.num_prompt_tokens + len(sequence.output_token_ids)
         )
         first, end = sequence.num_registered_pages, num_tokens // self._kv.page_size
-        if first >= end or not self._enabled:
+        if first >= end or not self.enabled:
             return
         self._extend_keys(sequence)
         for index in range(first, end):
@@ -92,6 +92,12 @@ class PrefixSharing:
             self._kv.remember(sequence.block_table[index], key)
             self._forget_computing(key, sequence)
         sequence.num_registered_pages = end
+
+    def end_of_turn(self, sequence: Sequence) -> None:
+        """A running sequence is over, and well: its session, if it has one, keeps its pages."""
+        if sequence.request.session is not None:
+            self.register(sequence)
+            self._sessions.keep(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """``sequence`` is about to give its pages back; whoever waits for one must compute it."""

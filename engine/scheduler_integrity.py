@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from itertools import compress
 
 from ringserve.engine.scheduler_step import StepRecord
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
@@ -33,6 +34,16 @@ def check_waiting(waiting: Iterable[Sequence]) -> list[str]:
         f"{sequence} waits and holds something"
         for sequence in waiting
         if sequence.slot != -1 or sequence.block_table or sequence.num_computed_tokens
+    ]
+
+
+def check_known(sequences: Iterable[Sequence]) -> list[str]:
+    """What is kept as a sum is one."""
+    return [
+        f"{each} is taken to have {each.num_known_tokens} tokens"
+        for each in sequences
+        if each.num_known_tokens
+        != each.request.num_prompt_tokens + len(each.output_token_ids) + each.num_pending_tokens
     ]
 
 
@@ -63,7 +74,7 @@ def check_in_flight(
     """Each live sequence awaits as many tokens as the steps in flight draw for it."""
     pending: Counter[Sequence] = Counter()
     for record in in_flight:
-        pending.update(row.sequence for row in record.rows if row.samples)
+        pending.update(compress(record.sequences, record.samples))
     problems = [
         f"{sequence} awaits {sequence.num_pending_tokens} tokens, in flight are {pending[sequence]}"
         for sequence in sequences

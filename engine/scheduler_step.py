@@ -19,6 +19,7 @@ class StepPlan:
     """Tokens that may still be added."""
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     new_pages: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Of those that get any."""
     admitted: dict[Sequence, int] = field(default_factory=dict)
     """Sequences that start, with the tokens whose keys and values they find in their pages."""
     chunks: PromptChunks | None = None
@@ -34,7 +35,8 @@ class StepPlan:
 
     def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
         self.num_tokens[sequence] = num_tokens
-        self.new_pages[sequence] = new_pages
+        if new_pages:
+            self.new_pages[sequence] = new_pages
         self.budget -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -46,23 +48,17 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """One sequence's part in a step."""
-
-    sequence: Sequence
-    slot: int
-    num_tokens: int
-    samples: bool
-    """It reaches the last known token, so the executor draws the next."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step in flight."""
+    """A step in flight: columns, one entry for each sequence in it."""
 
     step_id: int
     scheduled_ns: int
-    rows: tuple[PlannedRow, ...]
+    sequences: list[Sequence]
+    slots: list[int]
+    """As of this step: a sequence may have left its slot since."""
+    num_tokens: list[int]
+    samples: list[bool]
+    """It reaches the last known token, so the executor draws the next."""
     shape: StepShape
 
 

@@ -43,6 +43,8 @@ class Request:
     sampling: SamplingParams
     sampling_without_prompt_logprobs: SamplingParams
     stop_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
+    """Those, and the model's end-of-sequence tokens unless they are ignored."""
     max_tokens: int
     max_total_tokens: int
     """Prompt and generated tokens together, where generation ends at the latest."""
@@ -78,16 +80,18 @@ class Request:
         return not any(sequence.first_scheduled_ns for sequence in self.live.values())
 
     @staticmethod
-    def of(message: TokenizedRequest, max_model_len: int, now_ns: int) -> Request:
+    def of(message: TokenizedRequest, max_model_len: int, eos_token_ids: frozenset[int], now_ns: int) -> Request:
         num_prompt_tokens = len(message.prompt_token_ids) // 4
         sampling = message.sampling
+        stop_token_ids = frozenset(unpack_i32(sampling.stop_token_ids))
         return Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
             num_prompt_tokens=num_prompt_tokens,
             sampling=sampling,
             sampling_without_prompt_logprobs=msgspec.structs.replace(sampling, prompt_logprobs=-1),
-            stop_token_ids=frozenset(unpack_i32(sampling.stop_token_ids)),
+            stop_token_ids=stop_token_ids,
+            end_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
             max_tokens=message.max_tokens,
             # With max_tokens == 0 the step that ends the prompt is awaited like one that samples, and yields nothing.
             max_total_tokens=min(num_prompt_tokens + max(message.max_tokens, 1), max_model_len),
@@ -124,6 +128,12 @@ class Sequence:
     """Counting the steps in flight."""
     num_pending_tokens: int = 0
     """Tokens that steps in flight sample."""
+    num_known_tokens: int = field(init=False)
+    """All tokens, those pending counted. Kept, not summed up: it is asked for several times for each step."""
+    max_total_tokens: int = field(init=False)
+    """The request's."""
+    max_output_tokens: int = field(init=False)
+    """Generated tokens with which it is over at the latest."""
     num_preemptions: int = 0
     num_thrown_away: int = 0
     """Tokens that were computed when it was preempted last, until it resumes."""
@@ -142,19 +152,22 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when it first started."""
 
-    @property
-    def num_known_tokens(self) -> int:
-        return self.request.num_prompt_tokens + len(self.output_token_ids) + self.num_pending_tokens
+    def __post_init__(self) -> None:
+        self.num_known_tokens = self.request.num_prompt_tokens + len(self.output_token_ids)
+        self.max_total_tokens = self.request.max_total_tokens
+        self.max_output_tokens = min(self.request.max_tokens, self.max_total_tokens - self.request.num_prompt_tokens)
 
     @property
     def num_schedulable_tokens(self) -> int:
         """Tokens the next step may compute. None once everything the length allows is sampled or being sampled."""
         known = self.num_known_tokens
-        return known - self.num_computed_tokens if known < self.request.max_total_tokens else 0
+        return known - self.num_computed_tokens if known < self.max_total_tokens else 0
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """The tokens ``[start, stop)``, which must be known by value, as int32."""
         num_prompt_tokens = self.request.num_prompt_tokens
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : stop - num_prompt_tokens].tobytes()
         generated = self.output_token_ids[max(start - num_prompt_tokens, 0) : max(stop - num_prompt_tokens, 0)]
         return self.request.prompt_token_ids[4 * start : 4 * stop] + generated.tobytes()
 

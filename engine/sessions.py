@@ -44,6 +44,7 @@ class Sessions:
         self._max_pages = int(config.session_pool_share * kv.num_pages) if enabled else 0
         self._sessions: OrderedDict[SessionRef, Session] = OrderedDict()
         self._num_keys = 0
+        self._now_ns = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -66,7 +67,16 @@ class Sessions:
         page = self._kv.page_of(key)
         return None if page is None else (page, num_tokens)
 
-    def keep(self, sequence: Sequence, now_ns: int) -> None:
+    def set_time(self, now_ns: int) -> None:
+        """It is now so late, for everything until the next call; ends what nobody has used for long enough."""
+        self._now_ns = now_ns
+        while self._sessions:
+            ref = next(iter(self._sessions))
+            if now_ns - self._sessions[ref].used_ns < self._ttl_ns:
+                return
+            self._end(ref)
+
+    def keep(self, sequence: Sequence) -> None:
         """A running sequence of a session is over and about to give its pages back, the full ones registered."""
         ref = sequence.request.session
         if ref is None or not self._max_pages:
@@ -83,30 +93,22 @@ class Sessions:
             return
         session = self._sessions.get(ref)
         if session is None:
-            session = self._sessions[ref] = Session(now_ns, now_ns)
+            session = self._sessions[ref] = Session(self._now_ns, self._now_ns)
         before, session.keys = session.keys, keys
         self._kv.keep(keys)
         self._num_keys += len(keys)
         self._let_go(before)
-        session.used_ns = now_ns
+        session.used_ns = self._now_ns
         self._sessions.move_to_end(ref)
         while self._num_keys > self._max_pages:
             self._end(next(iter(self._sessions)))
 
-    def touch(self, ref: SessionRef, now_ns: int) -> None:
+    def touch(self, ref: SessionRef) -> None:
         """A request of the session has come."""
         session = self._sessions.get(ref)
         if session is not None:
-            session.used_ns = now_ns
+            session.used_ns = self._now_ns
             self._sessions.move_to_end(ref)
-
-    def expire(self, now_ns: int) -> None:
-        """End those that nobody has used for long enough."""
-        while self._sessions:
-            ref = next(iter(self._sessions))
-            if now_ns - self._sessions[ref].used_ns < self._ttl_ns:
-                return
-            self._end(ref)
 
     def drop(self, ref: SessionRef) -> bool:
         """End one; False if there is none."""
@@ -115,21 +117,21 @@ class Sessions:
         self._end(ref)
         return True
 
-    def of_owner(self, owner: str, now_ns: int) -> tuple[SessionInfo, ...]:
+    def of_owner(self, owner: str) -> tuple[SessionInfo, ...]:
         """An owner's sessions, the least recently used first."""
         return tuple(
-            self._info(ref.session_id, session, now_ns) for ref, session in self._sessions.items() if ref.owner == owner
+            self._info(ref.session_id, session) for ref, session in self._sessions.items() if ref.owner == owner
         )
 
-    def _info(self, session_id: str, session: Session, now_ns: int) -> SessionInfo:
+    def _info(self, session_id: str, session: Session) -> SessionInfo:
         pages = self._kv.find(session.keys)  # what pressure has taken from the middle makes the rest useless
         return SessionInfo(
             session_id=session_id,
             num_tokens=sum(len(key[1]) // 4 for key in session.keys[: len(pages)]),
             num_pages=len(pages),
-            age_ns=now_ns - session.created_ns,
-            idle_ns=now_ns - session.used_ns,
-            expires_in_ns=max(0, session.used_ns + self._ttl_ns - now_ns),
+            age_ns=self._now_ns - session.created_ns,
+            idle_ns=self._now_ns - session.used_ns,
+            expires_in_ns=max(0, session.used_ns + self._ttl_ns - self._now_ns),
         )
 
     def _tail_key(self, sequence: Sequence) -> PageKey | None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from ringserve.engine.scheduler_step import PlannedRow, StepPlan
+from ringserve.engine.scheduler_step import StepPlan, StepRecord
 from ringserve.engine.sequence import Sequence
 from ringserve.messages import NewSequence, SchedulerOutput, pack_i32
 
 
-def step_message(
-    step_id: int, plan: StepPlan, rows: list[PlannedRow], freed_slots: list[int], now_ns: int
-) -> SchedulerOutput:
-    """Columns, in the order of ``rows``."""
-    pages = [plan.new_pages[row.sequence] for row in rows]
+def step_message(record: StepRecord, plan: StepPlan, freed_slots: list[int]) -> SchedulerOutput:
+    """Columns, in the order of the record."""
+    new_pages = plan.new_pages
+    counts, pages = [0] * len(record.slots), []
+    if new_pages:
+        for index, sequence in enumerate(record.sequences):
+            if (added := new_pages.get(sequence)) is not None:
+                counts[index] = len(added)
+                pages += added
     return SchedulerOutput(
-        step_id=step_id,
+        step_id=record.step_id,
         new_sequences=tuple([_new_sequence(each, num_cached) for each, num_cached in plan.admitted.items()]),
-        slots=pack_i32([row.slot for row in rows]),
-        num_tokens=pack_i32([row.num_tokens for row in rows]),
-        new_page_counts=pack_i32([len(each) for each in pages]),
-        new_pages=pack_i32([page for each in pages for page in each]),
+        slots=pack_i32(record.slots),
+        num_tokens=pack_i32(record.num_tokens),
+        new_page_counts=pack_i32(counts),
+        new_pages=pack_i32(pages),
         freed_slots=pack_i32(freed_slots),
-        sent_ns=now_ns,
+        sent_ns=record.scheduled_ns,
     )
 
 

@@ -17,6 +17,8 @@ This module knows no clock and no message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Order
+
 from ringserve.config import SchedulerConfig
 from ringserve.engine.policy import Policy
 from ringserve.engine.residents import Residents
@@ -37,6 +39,8 @@ class StepPlanner:
         self._resume_steps = config.preemption_resume_steps
         self._misfit: tuple[Sequence, int] | None = None
         """The head of the queue that did not fit, and the residents' version then."""
+        self._order: Order[Sequence] = ()
+        self._order_version = 0
         self.num_preemptions = 0
         self.num_tokens_lost = 0
         """Tokens computed again after preemption."""
@@ -44,23 +48,38 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """The next step; empty where nothing can be computed now."""
         plan = StepPlan(self._budget.max_num_tokens)
+        page_size = self._kv.page_size
         in_prompt = []
-        for sequence in self._waiting.in_order(self._residents.running):
-            if sequence.status is not SequenceStatus.RUNNING:
+        running = SequenceStatus.RUNNING
+        for sequence in self._in_order():
+            if sequence.status is not running:
                 continue  # preempted for an earlier one in this loop
-            num_tokens = sequence.num_schedulable_tokens
+            known = sequence.num_known_tokens
+            num_tokens = known - sequence.num_computed_tokens
+            if num_tokens == 0 or known >= sequence.max_total_tokens:
+                continue  # all that its length allows is drawn or being drawn
             if num_tokens > 1:
                 in_prompt.append(sequence)
-            elif num_tokens:
+            elif known > len(sequence.block_table) * page_size:
                 self._advance(sequence, plan)
+            elif plan.budget > 0:  # what most do in most steps
+                plan.num_tokens[sequence] = 1
+                plan.budget -= 1
         if in_prompt or len(self._waiting):
             self._budget.limit_prompts(plan)
         for sequence in in_prompt:
             self._admit(plan, sequence)
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is running:
                 self._advance(sequence, plan)
         self._admit(plan, None)
         return plan
+
+    def _in_order(self) -> Order[Sequence]:
+        """The running sequences in the policy's order, which stays while nobody enters or leaves."""
+        if self._order_version != self._residents.version:
+            self._order = self._waiting.in_order(self._residents.running)
+            self._order_version = self._residents.version
+        return self._order
 
     def _advance(self, sequence: Sequence, plan: StepPlan) -> None:
         num_tokens = sequence.num_schedulable_tokens
@@ -69,7 +88,7 @@ class StepPlanner:
             return
         kv = self._kv
         while (pages := kv.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens)) is None:
-            victim = self._waiting.in_order(self._residents.running)[-1]
+            victim = self._in_order()[-1]
             self._preempt(victim, plan)
             if victim is sequence:
                 return
@@ -123,7 +142,7 @@ class StepPlanner:
             if residents.free_slots and missing <= 0:
                 return True
             if victims is None:
-                order = self._waiting.in_order(residents.running)
+                order = self._in_order()
                 victims = [running for running in order if self._waiting.displaces(sequence, running)]
                 # Each one that goes frees its own pages (if nobody shares them) and what was kept for it.
                 if missing > sum(len(victim.block_table) + self._kept_for(victim, sequence) for victim in victims):
@@ -135,7 +154,7 @@ class StepPlanner:
     def _tokens_to_hold(self, sequence: Sequence) -> int:
         """Tokens whose pages a sequence takes as it starts."""
         if self._reserves_everything:
-            return sequence.request.max_total_tokens
+            return sequence.max_total_tokens
         return sequence.num_known_tokens
 
     def _headroom(self, sequence: Sequence) -> int:
@@ -150,7 +169,7 @@ class StepPlanner:
             return 0
         if not newcomer.num_preemptions:
             return 1
-        num_tokens = min(each.num_known_tokens + self._resume_steps, each.request.max_total_tokens)
+        num_tokens = min(each.num_known_tokens + self._resume_steps, each.max_total_tokens)
         held = len(each.block_table) or self._kv.pages_for(each.num_known_tokens)
         return max(1, self._kv.pages_for(num_tokens) - held)
 
@@ -160,6 +179,6 @@ class StepPlanner:
             self.num_tokens_lost += max(0, sequence.num_thrown_away - sequence.num_computed_tokens)
             sequence.num_thrown_away = 0
         if not sequence.first_scheduled_ns:
-            self._waiting.charge(sequence, sequence.request.num_prompt_tokens - sequence.num_cached_tokens, 0)
+            self._waiting.charge_prompt(sequence, sequence.request.num_prompt_tokens - sequence.num_cached_tokens)
         plan.admitted[sequence] = sequence.num_computed_tokens
         plan.add(sequence, num_tokens, pages)

@@ -5,9 +5,11 @@
 
 Least squares of the *relative* error, so that a decode step of 20 ms counts as much as a prompt chunk of a second, with
 exponential forgetting (machines get slower and faster) and costs that are never negative (a prediction for a shape
-that was never seen must not be). Three things make it usable from the first step on:
+that was never seen must not be). What makes it usable from the first step on:
 
 * The costs before any measurement are a guess; the first steps scale them as a whole.
+* A few large steps that the guess, so scaled, has made up count as half a measured one each, until steps like them have
+  been measured: a hundred prompts of ten tokens, each a little late, say nothing of what ten thousand cost.
 * Each update starts from the last solution, and a cost whose term has not been seen for a while keeps its value: an
   hour of decoding does not make the model forget what a prompt costs.
 * Outliers (a page fault, a neighbour on the machine) are weighted down by Huber's rule, measured against the spread of
@@ -19,7 +21,7 @@ Plain Python: six terms, a few microseconds for an update, no clock, no schedule
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import mul
 
 _FORGETTING = 0.998
@@ -39,6 +41,11 @@ _HOLD = 1e-3
 _SWEEPS = 3
 
 
+def pairs(num_computed: int, num_tokens: int) -> int:
+    """Queries times keys of a row: each token attends to those before it and to itself."""
+    return num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step computes."""
@@ -55,14 +62,14 @@ class StepShape:
     @staticmethod
     def of(rows: list[tuple[int, int]]) -> StepShape:
         """From (tokens computed before, tokens of this step) of each row."""
-        context = tokens = prompt = pairs = 0
+        context = tokens = prompt = num_pairs = 0
         for num_computed, num_tokens in rows:
             tokens += num_tokens
             context += num_computed + num_tokens
             if num_tokens > 1:
                 prompt += num_tokens
-                pairs += num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
-        return StepShape(len(rows), tokens, prompt, context, pairs)
+                num_pairs += pairs(num_computed, num_tokens)
+        return StepShape(len(rows), tokens, prompt, context, num_pairs)
 
     def with_chunk(self, num_computed: int, num_tokens: int) -> StepShape:
         """This step and one more row."""
@@ -72,7 +79,7 @@ class StepShape:
             self.num_tokens + num_tokens,
             self.num_prompt_tokens + prompt,
             self.num_context_tokens + num_computed + num_tokens,
-            self.num_pairs + prompt * num_computed + prompt * (prompt + 1) // 2,
+            self.num_pairs + (pairs(num_computed, prompt) if prompt else 0),
         )
 
 
@@ -87,6 +94,18 @@ class StepCosts:
     """On top of ``per_token``."""
     per_context_token: float
     per_pair: float
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """In the order of ``messages.STEP_COSTS``."""
+        return (
+            self.base,
+            self.per_sequence,
+            self.per_token,
+            self.per_prompt_token,
+            self.per_context_token,
+            self.per_pair,
+        )
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes."""
@@ -111,9 +130,38 @@ class StepCosts:
 
 
 GUESS = StepCosts(
-    base=2e-3, per_sequence=1e-4, per_token=2e-4, per_prompt_token=1e-5, per_context_token=5e-8, per_pair=1e-8
+    base=2e-3, per_sequence=1e-4, per_token=2e-4, per_prompt_token=1e-5, per_context_token=1.5e-7, per_pair=1e-7
 )
 """The ratios are those of a small model on a CPU; the first steps scale them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """A step that nobody measured, and the shapes that make it superfluous."""
+
+    shape: StepShape
+    num_prompt_tokens: int = 0
+    """A measured step is like it with at least so many of each."""
+    num_context_tokens: int = 0
+    num_pairs: int = 0
+
+    def is_like(self, shape: StepShape) -> bool:
+        return (
+            shape.num_prompt_tokens >= self.num_prompt_tokens
+            and shape.num_context_tokens >= self.num_context_tokens
+            and shape.num_pairs >= self.num_pairs
+        )
+
+
+_ANCHORS = (
+    _Anchor(StepShape.of([(0, 256)]), num_prompt_tokens=64),
+    _Anchor(StepShape.of([(4096, 256)]), num_pairs=64 * 1024),
+    _Anchor(StepShape.of([(2048, 1)] * 32), num_context_tokens=16 * 1024),
+)
+_ENOUGH = 10
+"""Measured steps like it with which a made-up one is left out altogether."""
+_ANCHOR_WEIGHT = 0.5
+"""Of one, in measured steps; divided by one more than the steps like it that were measured."""
 
 
 class StepTimeModel:
@@ -123,9 +171,9 @@ class StepTimeModel:
     """
 
     def __init__(self, costs: StepCosts | None = None) -> None:
-        self._costs = costs if costs is not None else GUESS
+        self._guess = self._costs = costs if costs is not None else GUESS
         self._calibrated = costs is not None
-        self._weights = list(astuple(self._costs))
+        self._weights = list(self._costs.terms)
         size = len(self._weights)
         self._products = [[0.0] * size for _ in range(size)]
         """Sums over the steps of feature x feature, each over the step's time squared."""
@@ -135,6 +183,9 @@ class StepTimeModel:
         self._bias = 0.0
         """Mean error of the recent predictions, with its sign."""
         self._prompt_ratio = 1.0
+        self._guess_scale = 1.0
+        """What steps take over what was guessed."""
+        self._num_like = [0] * len(_ANCHORS)
         self.num_observations = 0
 
     @property
@@ -171,6 +222,9 @@ class StepTimeModel:
             share = 1 / (self.num_observations + 1)
             factor = (seconds / predicted) ** share
             self._weights = [weight * factor for weight in self._weights]
+            self._guess_scale *= factor
+        else:
+            self._guess_scale *= (seconds / (self._guess_scale * self._guess.predict(shape))) ** 0.01
         signed_error = (seconds - predicted) / max(seconds, predicted)
         error = abs(signed_error)
         limit = _SPREADS * max(self._spread, _SMALLEST_SPREAD)
@@ -180,18 +234,13 @@ class StepTimeModel:
         if shape.num_prompt_tokens and self.is_fitted:
             self._prompt_ratio += 0.15 * (min(max(seconds / predicted, 0.5), 2.0) - self._prompt_ratio)
         self.num_observations += 1
+        for index, anchor in enumerate(_ANCHORS):
+            self._num_like[index] += anchor.is_like(shape)
         self._add(shape, seconds, weight)
         self._solve()
 
     def _add(self, shape: StepShape, seconds: float, weight: float) -> None:
-        features = (
-            1.0,
-            shape.num_sequences,
-            shape.num_tokens,
-            shape.num_prompt_tokens,
-            shape.num_context_tokens,
-            shape.num_pairs,
-        )
+        features = _features(shape)
         share = weight / (seconds * seconds)
         targets, peaks = self._targets, self._peaks
         forgetting = _FORGETTING - _HASTE * max(0.0, abs(self._bias) - _TOLERATED_BIAS)
@@ -207,11 +256,41 @@ class StepTimeModel:
         """Coordinate descent from the last solution, held to it where a term is hardly seen; no cost below zero."""
         weights = self._weights
         start = list(weights)
+        products, targets = self._with_anchors()
         for _ in range(_SWEEPS):
-            for i, row in enumerate(self._products):
-                if row[i] == 0.0:
-                    continue
+            for i, row in enumerate(products):
                 hold = _HOLD * self._peaks[i]
-                gradient = self._targets[i] - sum(map(mul, row, weights)) + hold * (start[i] - weights[i])
-                weights[i] = max(0.0, weights[i] + gradient / (row[i] + hold))
+                curvature = row[i] + hold
+                if curvature == 0.0:
+                    continue
+                gradient = targets[i] - sum(map(mul, row, weights)) + hold * (start[i] - weights[i])
+                weights[i] = max(0.0, weights[i] + gradient / curvature)
         self._costs = StepCosts(*weights)
+
+    def _with_anchors(self) -> tuple[list[list[float]], list[float]]:
+        products = self._products
+        targets = self._targets
+        for anchor, num_like in zip(_ANCHORS, self._num_like, strict=True):
+            if num_like > _ENOUGH:
+                continue
+            seconds = self._guess_scale * self._guess.predict(anchor.shape)
+            share = _ANCHOR_WEIGHT / (1 + num_like) / (seconds * seconds)
+            features = _features(anchor.shape)
+            products = [
+                [value + share * feature * other for value, other in zip(row, features, strict=True)]
+                for row, feature in zip(products, features, strict=True)
+            ]
+            targets = [target + share * feature * seconds for target, feature in zip(targets, features, strict=True)]
+        return products, targets
+
+
+def _features(shape: StepShape) -> tuple[float, ...]:
+    """In the order of the costs."""
+    return (
+        1.0,
+        shape.num_sequences,
+        shape.num_tokens,
+        shape.num_prompt_tokens,
+        shape.num_context_tokens,
+        shape.num_pairs,
+    )

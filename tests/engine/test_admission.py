@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scheduler_simulation import Engine, executor_ready, make_request
 from timed_engine import SECOND, TimedEngine
@@ -10,7 +12,7 @@ from ringserve.config import SchedulerConfig
 from ringserve.messages import RequestRefused, ResumedChoice, ServiceTargets, pack_i32
 
 
-def warmed_up(ready: dict[str, int] | None = None, **config: object) -> TimedEngine:
+def warmed_up(ready: dict[str, int] | None = None, **config: Any) -> TimedEngine:
     """An engine whose step times are known."""
     engine = TimedEngine(ready=ready, **config)
     for request_id in range(900, 904):
@@ -118,10 +120,10 @@ def test_a_long_queue_is_predicted_through_slots_and_prompts() -> None:
     for request_id in range(1, 11):
         engine.add(make_request(request_id, 100, 50))
     waiting = make_request(11, 100, 50)
-    prediction_for = scheduler._predict
+    prediction_for = scheduler._gate.predict
     began = engine.now
     engine.add(waiting)
-    sequence = scheduler._requests[11].live[0]
+    sequence = scheduler._book.requests[11].live[0]
     prediction = prediction_for(sequence)
     assert prediction is not None
     engine.run()
@@ -140,7 +142,7 @@ def test_few_pages_make_few_slots() -> None:
     engine.add(make_request(1, 70, 55))
     began = engine.now
     engine.add(make_request(2, 70, 55))
-    prediction = scheduler._predict(scheduler._requests[2].live[0])
+    prediction = scheduler._gate.predict(scheduler._book.requests[2].live[0])
     assert prediction is not None
     engine.run()
     assert prediction.first_token == pytest.approx(engine.token_times[2, 0][0] - began, rel=0.3)
@@ -157,8 +159,8 @@ def test_answers_are_expected_as_long_as_they_have_been() -> None:
     engine = warmed_up({"max_num_seqs": 1})
     engine.add(make_request(1, 40, 400, stop_token_ids=tuple(range(40))))  # over after one token
     scheduler = engine.engine.scheduler
-    sequence = scheduler._requests[1].live[0]
-    assert scheduler._predictor.expected_answer(sequence.request) == pytest.approx(10, abs=2)
+    sequence = scheduler._book.requests[1].live[0]
+    assert scheduler._gate._predictor.expected_answer(sequence.request) == pytest.approx(10, abs=2)
 
 
 # ------------------------------------------------------------------------------------ deadlines and timeouts

@@ -6,6 +6,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_simulation import Engine, executor_ready, make_request
 
 from ringserve.config import SchedulerConfig, parse_tenant_weights
@@ -195,6 +197,41 @@ def test_backlogged_tenants_get_equal_service(
     assert min(total[tenant] / share[tenant] for tenant in shapes) > 2 * bound  # long enough to tell
 
 
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(
+    shapes=st.fixed_dictionaries(
+        {"a": st.tuples(st.integers(1, 70), st.integers(1, 50)), "b": st.tuples(st.integers(1, 70), st.integers(1, 50))}
+    ),
+    share=st.sampled_from([1.0, 2.5]),
+    prices=st.sampled_from([(1.0, 2.0), (3.0, 1.0), (0.2, 1.0)]),
+    num_pages=st.sampled_from([9, 14, 64]),
+    seed=st.integers(0, 99),
+)
+def test_the_bound_holds_for_any_two_tenants(
+    shapes: dict[str, tuple[int, int]], share: float, prices: tuple[float, float], num_pages: int, seed: int
+) -> None:
+    config = SchedulerConfig(
+        scheduling_policy="fair",
+        tenant_weights=f"a={share}",
+        input_token_price=prices[0],
+        output_token_price=prices[1],
+        enable_prefix_caching=False,
+    )
+    engine = Engine(executor_ready(num_pages=num_pages, max_num_seqs=4, max_num_batched_tokens=32), config=config)
+    backlog = Backlog(engine, shapes, random.Random(seed))
+    longest = max(prompt for prompt, _ in shapes.values())
+    held = min(4 * max(prompt + output for prompt, output in shapes.values()), num_pages * 16)
+    gaps = [0.0]
+    for turn in range(400):
+        for tenant in shapes:
+            backlog.refill(tenant)
+        backlog.step()
+        if turn % 20 == 0:
+            service = backlog.service(config)
+            gaps.append(service["a"] / share - service["b"])
+    assert max(gaps) - min(gaps) <= 2 * max(prices[0] * longest, prices[1] * held)
+
+
 def test_first_come_first_served_breaks_the_bound() -> None:
     """The same load, so that the test above can fail."""
     config = SchedulerConfig(enable_prefix_caching=False)
@@ -247,12 +284,12 @@ def test_cached_tokens_are_not_charged() -> None:
 def test_accounts_of_tenants_long_gone_are_dropped() -> None:
     policy = FairPolicy(1.0, 1.0, {})
     for number in range(3 * MAX_ACCOUNTS):
-        request = Request.of(make_request(number, 3, 3, tenant=f"tenant {number}"), 100, 0)
+        request = Request.of(make_request(number, 3, 3, tenant=f"tenant {number}"), 100, frozenset(), 0)
         sequence = Sequence(request, 0, number)
         policy.add(sequence)
         assert policy.head() is sequence
         policy.remove(sequence)
-        policy.charge(sequence, 1, 0)
+        policy.charge_prompt(sequence, 1)
     assert len(policy.counters()) <= MAX_ACCOUNTS
 
 

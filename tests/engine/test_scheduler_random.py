@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ALL_CHOICES, ResumedChoice, TokenizedRequest, pack_i32
+from ringserve.messages import ALL_CHOICES, ResumedChoice, ServiceTargets, TokenizedRequest, pack_i32
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -27,8 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.sampled_from([60, 200, 30, 8]),
         max_steps_in_flight=st.sampled_from([2, 2, 1, 3]),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        policy=st.sampled_from(["fcfs", "priority", "deadline", "fair"]),
         aging=st.sampled_from([0, 1e-8]),
+        reservation=st.sampled_from(["prompt", "prompt", "sequence"]),
+        resume_steps=st.sampled_from([32, 0, 3]),
+        patience=st.sampled_from([0.0, 0.0, 2e-8]),
+        target_itl_ms=st.sampled_from([0.0, 1e-6]),
     )
     def start(
         self,
@@ -40,8 +44,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         max_steps_in_flight: int,
         prefix_caching: bool,
-        policy: Literal["fcfs", "priority", "fair"],
+        policy: Literal["fcfs", "priority", "deadline", "fair"],
         aging: float,
+        reservation: Literal["prompt", "sequence"],
+        resume_steps: int,
+        patience: float,
+        target_itl_ms: float,
     ) -> None:
         if tight:  # slots and budget enough, pages not
             page_size, num_pages, max_num_seqs, budget = 4, 10 + num_pages % 8, 4 + max_num_seqs, 8 + budget
@@ -51,6 +59,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             priority_aging=aging,
             tenant_weights="a=3",
+            default_deadline=1e-7,
+            kv_reservation=reservation,
+            preemption_resume_steps=resume_steps,
+            queue_timeout=patience,
+            target_itl_ms=target_itl_ms,
         )
         self.engine = Engine(ready, max_steps_in_flight, config)
         self.requests: dict[int, TokenizedRequest] = {}
@@ -73,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt=st.sampled_from(["", "", "a"]),
         priority=st.sampled_from([0, 0, 1, -1, 5]),
         tenant=st.sampled_from(["", "a", "b"]),
+        due_in=st.sampled_from([0, 0, 5, 50, 10**6]),
     )
     def add(
         self,
@@ -91,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt: str,
         priority: int,
         tenant: str,
+        due_in: int,
     ) -> None:
         request_id = len(self.requests) + (1 << 48)
         # Mostly short ones, so that several run and grow; some that cannot fit.
@@ -113,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=cache_salt,
                 priority=priority,
                 tenant=tenant,
+                targets=ServiceTargets(self.engine.now_ns + due_in if due_in else 0),
             )
 
         request = build(())
@@ -197,7 +213,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.engine.run()
         self.engine.check_empty()
+        late = {refused.request_id for refused in self.engine.refusals}
         for request in self.requests.values():
+            if request.request_id in late:
+                assert not any(key[0] == request.request_id for key in self.engine.choices)
+                continue
             entered = {choice.choice: choice for choice in request.resumed}
             for choice in range(request.n):
                 key = (request.request_id, choice)

@@ -68,7 +68,7 @@ def test_prompts_are_not_forgotten_while_everything_decodes() -> None:
     for _ in range(5000):
         shape = random_shape(rng, prompts=False)
         model.observe(shape, CPU.predict(shape))
-    assert quantiles(errors(model, CPU, rng), n=20)[-1] < 0.1
+    assert quantiles(errors(model, CPU, rng), n=20)[-1] < 0.25
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
@@ -80,6 +80,23 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
             shape = random_shape(rng)
             model.observe(shape, costs.predict(shape))
     assert median(errors(model, slower, rng)) < 0.1
+
+
+@pytest.mark.parametrize("costs", [CPU, GPU])
+@pytest.mark.parametrize("seed", range(5))
+def test_short_prompts_say_little_of_long_ones(costs: StepCosts, seed: int) -> None:
+    """A noisy machine, decoding and prompts of a few tokens: a chunk far into a long prompt is not taken for a day's
+    work, nor for none."""
+    rng = random.Random(seed)
+    model = StepTimeModel()
+    for _ in range(300):
+        rows = [(rng.randint(10, 60), 1) for _ in range(rng.randint(1, 32))]
+        if rng.random() < 0.2:
+            rows = [(0, rng.randint(5, 20)) for _ in range(rng.randint(1, 8))]
+        shape = StepShape.of(rows)
+        model.observe(shape, costs.predict(shape) * rng.lognormvariate(0, 0.3))
+    for large in (StepShape.of([(7000, 256)]), StepShape.of([(3000, 1)] * 32)):
+        assert costs.predict(large) / 10 < model.predict(large) < 100 * costs.predict(large)
 
 
 def test_one_outlier_hardly_moves_it() -> None:

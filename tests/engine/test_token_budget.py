@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from statistics import quantiles
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from ringserve.messages import ServiceTargets, unpack_i32
 LONG = 4000
 
 
-def load(with_prompt: bool, budget: int, **config: object) -> tuple[list[float], float]:
+def load(with_prompt: bool, budget: int, **config: Any) -> tuple[list[float], float]:
     """(gaps between tokens of eight streams, TTFT of a long prompt among them)."""
     engine = TimedEngine(
         ready={"num_pages": 400, "max_num_batched_tokens": budget, "max_num_seqs": 9, "max_model_len": 6000}, **config

@@ -92,14 +92,14 @@ class LoadedExecutor:
 class EngineCore:
     """A fresh scheduler in front of a loaded executor; ``limits`` replace fields of ExecutorReady."""
 
-    def __init__(self, executor: LoadedExecutor, **limits: Any) -> None:
+    def __init__(self, executor: LoadedExecutor, config: SchedulerConfig | None = None, **limits: Any) -> None:
         self._executor = executor
         self._steps = Box()
         self._tokens = Box()
         self._scheduler = SchedulerActor(
             ActorContext(
                 "scheduler",
-                SchedulerSettings(SchedulerConfig()),
+                SchedulerSettings(config or SchedulerConfig()),
                 {"executor": self._steps, "tokenizer-0": self._tokens},
                 lambda _message: None,
                 lambda: None,

@@ -7,6 +7,7 @@ steps are planned as may be in flight.
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -25,9 +26,9 @@ COSTS = StepCosts(
 class TimedEngine:
     """An ``Engine`` that runs in simulated time."""
 
-    def __init__(self, costs: StepCosts = COSTS, ready: dict[str, int] | None = None, **config: Any) -> None:
+    def __init__(self, ready: dict[str, int] | None = None, **config: Any) -> None:
         self.engine = Engine(executor_ready(**(ready or {})), config=SchedulerConfig(**config))
-        self.costs = costs
+        self.costs = COSTS
         self.token_times: dict[tuple[int, int], list[float]] = {}
         self.step_seconds: list[float] = []
         self._ends: deque[int] = deque()
@@ -71,7 +72,7 @@ class TimedEngine:
     def gaps(self, request_id: int, choice: int = 0) -> list[float]:
         """Times between tokens."""
         times = self.token_times[request_id, choice]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(times)]
 
     def _plan(self) -> None:
         engine = self.engine

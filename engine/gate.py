@@ -1,0 +1,87 @@
+"""Who is let into the queue, and who is sent away from it: refusals with their predictions.
+
+A request is looked at when it comes, and, where it has a deadline or the queue a time limit, again while it waits for
+its first step: what can no longer be served in time is refused before anything is computed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ringserve.config import SchedulerConfig
+from ringserve.engine.admission import Admission
+from ringserve.engine.policy import Policy
+from ringserve.engine.residents import Residents
+from ringserve.engine.sequence import Request, Sequence
+from ringserve.engine.wait_prediction import Prediction, WaitPredictor
+from ringserve.messages import RequestRefused
+
+SWEEP_INTERVAL_NS = 20_000_000
+"""How often the queue is searched for requests that have waited too long."""
+
+
+class Gate:
+    """In front of the waiting queue."""
+
+    def __init__(self, config: SchedulerConfig, residents: Residents, policy: Policy, predictor: WaitPredictor) -> None:
+        self._admission = Admission(config)
+        self._residents = residents
+        self._waiting = policy
+        self._predictor = predictor
+        self._is_watched = self._admission.has_timeout
+        """Somebody may have to be sent away. Deadlines set it; an empty queue takes it back."""
+        self._next_sweep_ns = 0
+
+    def why_refused(self, sequence: Sequence, now_ns: int) -> RequestRefused | None:
+        """Whether a request may wait; ``sequence`` is one of its choices. None: it may."""
+        request, admission = sequence.request, self._admission
+        reason = admission.why_too_many(request, self._waiting)
+        prediction = None
+        if reason is not None or admission.wants_prediction(request):
+            prediction = self.predict(sequence)
+        if reason is None and prediction is not None:
+            reason = admission.why_too_late(request, prediction, now_ns)
+        if reason is None:
+            reason = admission.why_overdue(request, now_ns)
+        if reason is None:
+            self._is_watched = self._is_watched or request.has_deadline
+            return None
+        return admission.refusal(request.request_id, reason, prediction.wait if prediction is not None else None)
+
+    def predict(self, sequence: Sequence) -> Prediction | None:
+        """When a sequence that waits, or is about to, will be served."""
+        prefixes = self._residents.prefixes
+        cached = prefixes.lookup(sequence) or []
+        return self._predictor.predict(
+            sequence.request,
+            self._residents.running,
+            self._waiting.ahead_of(sequence),
+            prefixes.num_cached(sequence, cached),
+        )
+
+    def overdue(self, now_ns: int) -> Collection[tuple[Request, RequestRefused]]:
+        """Requests that wait in vain, with their refusals; now and then, since all that wait are looked at."""
+        if not self._is_watched or now_ns < self._next_sweep_ns:
+            return ()
+        self._next_sweep_ns = now_ns + SWEEP_INTERVAL_NS
+        if not len(self._waiting):
+            self._is_watched = self._admission.has_timeout
+            return ()
+        found = []
+        for request in {sequence.request for sequence in self._waiting}:
+            reason = self._why_overdue(request, now_ns)
+            if reason is not None:
+                prediction = self.predict(next(iter(request.live.values())))
+                wait = prediction.wait if prediction is not None else None
+                found.append((request, self._admission.refusal(request.request_id, reason, wait)))
+        return found
+
+    def _why_overdue(self, request: Request, now_ns: int) -> tuple[str, str] | None:
+        if not (self._admission.has_timeout or request.has_deadline) or not request.is_untouched:
+            return None
+        reason = self._admission.why_overdue(request, now_ns)
+        if reason is None and request.has_deadline:
+            soonest = self._predictor.predict(request, (), ())  # even if everybody else were gone
+            if soonest is not None:
+                reason = self._admission.why_too_late(request, soonest, now_ns)
+        return reason
