@@ -114,7 +114,12 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
     check_threads(threads)
     page_size = check_page_size(settings.config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
-    loaded = load_model(settings.source, dtype, progress)
+    loaded = load_model(
+        settings.source,
+        dtype,
+        progress,
+        check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
+    )
     max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
 
     progress(CHECKING, 0.0)

@@ -16,7 +16,7 @@ from ringserve.engine.sequence import Request, Sequence
 from ringserve.engine.wait_prediction import Prediction, WaitPredictor
 from ringserve.messages import RequestRefused
 
-SWEEP_INTERVAL_NS = 20_000_000
+SWEEP_INTERVAL_NS = 50_000_000
 """How often the queue is searched for requests that have waited too long."""
 
 
@@ -80,8 +80,27 @@ class Gate:
         if not (self._admission.has_timeout or request.has_deadline) or not request.is_untouched:
             return None
         reason = self._admission.why_overdue(request, now_ns)
-        if reason is None and request.has_deadline:
-            soonest = self._predictor.predict(request, (), ())  # even if everybody else were gone
-            if soonest is not None:
-                reason = self._admission.why_too_late(request, soonest, now_ns)
-        return reason
+        if reason is not None or not request.has_deadline:
+            return reason
+        if not request.latest_start_ns:  # worked out once: the whole queue is looked at often
+            request.latest_start_ns = self._latest_start_ns(request)
+        if request.latest_start_ns and now_ns > request.latest_start_ns:
+            return "deadline_unreachable", "The request has waited until even its turn would come too late."
+        return None
+
+    def _latest_start_ns(self, request: Request) -> int:
+        """When it must start to be served in time, with the server to itself; 0 while nobody can say."""
+        sequence = next(iter(request.live.values()))
+        cached = self._residents.prefixes.lookup(sequence) or []
+        soonest = self._predictor.predict(request, (), (), len(cached) * self._residents.kv.page_size)
+        if soonest is None:
+            return 0
+        starts = [
+            due_ns - int(seconds * 1e9)
+            for due_ns, seconds in (
+                (request.first_token_due_ns, soonest.first_token),
+                (request.due_ns, soonest.finish),
+            )
+            if due_ns
+        ]
+        return max(1, min(starts))

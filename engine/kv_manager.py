@@ -66,6 +66,18 @@ class KVManager:
         table.extend(pages)
         return pages
 
+    def grow_by_one(self, table: list[int]) -> list[int] | None:
+        """Append one page to ``table``; as ``grow``, for the many that only ever need one more."""
+        if self._free:
+            page = self._free.pop()
+        elif self._cache.num_idle_pages:
+            page = self._cache.evict()
+        else:
+            return None
+        self._references[page] = 1
+        table.append(page)
+        return [page]
+
     def find(self, keys: Sequence[PageKey]) -> list[int]:
         """The pages, held or idle, that hold the longest run of ``keys`` from the first one on."""
         return self._cache.find(keys)

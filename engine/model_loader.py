@@ -24,7 +24,7 @@ from torch import nn
 
 from ringserve.config import ModelSource
 from ringserve.engine.attention import ATTENTION_NAME, register_attention
-from ringserve.engine.gguf_weights import GgufFile, is_plain_llama, load_llama, open_gguf
+from ringserve.engine.gguf_weights import GgufFile, is_plain_llama, llama_config, load_llama, open_gguf
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import eos_ids, sampling_defaults, text_config
 from ringserve.messages import SamplingDefaults
@@ -66,29 +66,42 @@ def resolve_dtype(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if flags & BFLOAT16_FLAGS else "float32"
 
 
-def load_model(source: ModelSource, dtype: str, progress: Progress, cache: Path | None = None) -> LoadedModel:
-    """Load ``source`` with weights of ``dtype`` (not auto). ``cache``: for converted files; default: the user's."""
+def load_model(
+    source: ModelSource,
+    dtype: str,
+    progress: Progress,
+    cache: Path | None = None,
+    check_config: Callable[[Any], object] = lambda config: None,
+) -> LoadedModel:
+    """Load ``source`` with weights of ``dtype`` (not auto).
+
+    Args:
+        cache: for converted files; default: the user's.
+        check_config: raises ModelError where the configuration is not what was asked for, before weights are read.
+    """
     register_attention()
     path = Path(source.path)
     if not path.exists():
         raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id")
     progress(LOADING, 0.0)
     if source.kind == "directory":
-        return _load_directory(path, dtype, progress)
+        return _load_directory(path, dtype, progress, check_config)
     file = open_gguf(path)
     if is_plain_llama(file):
+        check_config(llama_config(file))
         model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
         return LoadedModel(model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults())
     converted = _convert_gguf(file, dtype, progress, cache if cache is not None else _user_cache())
-    loaded = _load_directory(converted, dtype, progress)
+    loaded = _load_directory(converted, dtype, progress, check_config)
     ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)
     return LoadedModel(loaded.model, loaded.config, loaded.architecture, dtype, ends, loaded.defaults)
 
 
-def _load_directory(path: Path, dtype: str, progress: Progress) -> LoadedModel:
+def _load_directory(path: Path, dtype: str, progress: Progress, check_config: Callable[[Any], object]) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = _read_config(path, AutoConfig)
+    check_config(config)
     with _quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(

@@ -86,11 +86,15 @@ class PrefixSharing:
         first, end = sequence.num_registered_pages, num_tokens // self._kv.page_size
         if first >= end or not self.enabled:
             return
-        self._extend_keys(sequence)
+        keys = sequence.page_keys
+        if len(keys) < end:
+            self._extend_keys(sequence)
+        remember, computing = self._kv.remember, self._computing
         for index in range(first, end):
-            key = sequence.page_keys[index]
-            self._kv.remember(sequence.block_table[index], key)
-            self._forget_computing(key, sequence)
+            key = keys[index]
+            remember(sequence.block_table[index], key)
+            if computing and computing.get(key) is sequence:
+                del computing[key]
         sequence.num_registered_pages = end
 
     def end_of_turn(self, sequence: Sequence) -> None:
@@ -115,10 +119,12 @@ class PrefixSharing:
         request = sequence.request
         if not keys:
             keys += request.prompt_page_keys
-        num_tokens = request.num_prompt_tokens + len(sequence.output_token_ids)
-        while (len(keys) + 1) * size <= num_tokens:
+        start = len(keys) * size
+        last = request.num_prompt_tokens + len(sequence.output_token_ids) - size
+        while start <= last:
             digest = digest_after(keys[-1]) if keys else first_digest(request.cache_salt)
-            keys.append((digest, sequence.token_bytes(len(keys) * size, (len(keys) + 1) * size)))
+            keys.append((digest, sequence.token_bytes(start, start + size)))
+            start += size
         if not request.prompt_page_keys:
             request.prompt_page_keys = keys[: request.num_prompt_tokens // size]
 

@@ -17,20 +17,20 @@ class PressureLog:
 
     def __init__(self) -> None:
         self._num_preemptions = 0
+        self._num_resumptions = 0
         self._num_tokens = 0
         self._next_ns = 0
 
     def look(self, scheduler: Scheduler, now_ns: int) -> None:
-        """Warn if sequences were preempted since the last line, which was some time ago."""
-        count = scheduler.num_preemptions - self._num_preemptions
-        if not count or now_ns < self._next_ns:
+        """Warn if preempted sequences have resumed since the last line, which was some time ago."""
+        if scheduler.num_resumptions == self._num_resumptions or now_ns < self._next_ns:
             return
         stats = scheduler.stats()
         logger.warning(
             "%d preempted (priority, or KV pages ran out), %d tokens computed again for it since the last such line; "
             "%d of %d pages free, %d running, %d waiting. A larger --kv-cache-memory or a smaller --max-num-seqs "
             "helps; --kv-reservation sequence rules it out.",
-            count,
+            stats.num_preemptions - self._num_preemptions,
             stats.preempted_tokens - self._num_tokens,
             stats.num_free_pages,
             stats.num_pages,
@@ -38,4 +38,5 @@ class PressureLog:
             stats.num_waiting,
         )
         self._num_preemptions, self._num_tokens = stats.num_preemptions, stats.preempted_tokens
+        self._num_resumptions = scheduler.num_resumptions
         self._next_ns = now_ns + INTERVAL_NS

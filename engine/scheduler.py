@@ -118,6 +118,11 @@ class Scheduler:
         return self._planner.num_preemptions
 
     @property
+    def num_resumptions(self) -> int:
+        """Of preempted sequences; only then is it known how many tokens the preemption has cost."""
+        return self._planner.num_resumptions
+
+    @property
     def step_times(self) -> StepTimeModel:
         """How long steps take, as far as they were measured."""
         return self._step_times

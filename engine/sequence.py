@@ -60,6 +60,8 @@ class Request:
     first_token_due_ns: int = 0
     time_per_token_ns: int = 0
     """Between tokens; 0: whatever it takes."""
+    latest_start_ns: int = 0
+    """When it must start at the latest to be served in time; 0: not known."""
     n: int = 1
     is_resumed: bool = False
     """It entered with tokens generated before."""

@@ -42,6 +42,7 @@ class StepPlanner:
         self._order: Order[Sequence] = ()
         self._order_version = 0
         self.num_preemptions = 0
+        self.num_resumptions = 0
         self.num_tokens_lost = 0
         """Tokens computed again after preemption."""
 
@@ -60,9 +61,12 @@ class StepPlanner:
                 continue  # all that its length allows is drawn or being drawn
             if num_tokens > 1:
                 in_prompt.append(sequence)
-            elif known > len(sequence.block_table) * page_size:
-                self._advance(sequence, plan)
-            elif plan.budget > 0:  # what most do in most steps
+            elif plan.budget > 0:
+                if known > len(sequence.block_table) * page_size:
+                    if (pages := self._kv.grow_by_one(sequence.block_table)) is None:
+                        self._advance(sequence, plan)  # at somebody's expense
+                        continue
+                    plan.new_pages[sequence] = pages
                 plan.num_tokens[sequence] = 1
                 plan.budget -= 1
         if in_prompt or len(self._waiting):
@@ -176,6 +180,7 @@ class StepPlanner:
     def _start(self, sequence: Sequence, cached: list[int], num_tokens: int, plan: StepPlan) -> None:
         pages = self._residents.enter(sequence, cached, self._tokens_to_hold(sequence))
         if sequence.num_thrown_away:
+            self.num_resumptions += 1
             self.num_tokens_lost += max(0, sequence.num_thrown_away - sequence.num_computed_tokens)
             sequence.num_thrown_away = 0
         if not sequence.first_scheduled_ns:

@@ -39,6 +39,8 @@ _SMALLEST_SPREAD = 0.02
 _HOLD = 1e-3
 """How little of a term, against the most that was ever seen of it, still moves its cost."""
 _SWEEPS = 3
+_SHORTEST = 1e-9
+"""Seconds: what is divided by is never nothing."""
 
 
 def pairs(num_computed: int, num_tokens: int) -> int:
@@ -217,14 +219,15 @@ class StepTimeModel:
         """A step of this shape took so long."""
         if seconds <= 0:
             return  # two clocks' reading of nothing
-        predicted = self._costs.predict(shape)
+        predicted = max(self._costs.predict(shape), _SHORTEST)
         if self.num_observations < _NUM_SCALING_STEPS and not self._calibrated:
             share = 1 / (self.num_observations + 1)
             factor = (seconds / predicted) ** share
             self._weights = [weight * factor for weight in self._weights]
             self._guess_scale *= factor
         else:
-            self._guess_scale *= (seconds / (self._guess_scale * self._guess.predict(shape))) ** 0.01
+            guessed = max(self._guess_scale * self._guess.predict(shape), _SHORTEST)
+            self._guess_scale *= (seconds / guessed) ** 0.01
         signed_error = (seconds - predicted) / max(seconds, predicted)
         error = abs(signed_error)
         limit = _SPREADS * max(self._spread, _SMALLEST_SPREAD)

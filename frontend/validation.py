@@ -22,6 +22,7 @@ from ringserve.messages import (
     TokenPrompt,
     pack_f32,
     pack_i32,
+    unpack_i32,
 )
 
 MAX_STOP_STRINGS = 4
@@ -72,6 +73,10 @@ def sampling_params(
     """The sampling of a request; ``seed`` is drawn here where none was given."""
     defaults = limits.ready.defaults
     ids, values = _logit_bias(body.logit_bias, limits.ready.vocab_size)
+    stop_token_ids = token_ids(body.stop_token_ids or [], limits.ready.vocab_size, "stop_token_ids")
+    min_tokens = _min_tokens(body.min_tokens, max_tokens)
+    if min_tokens:
+        _check_something_may_be_drawn(stop_token_ids, bool(body.ignore_eos), limits.ready)
     top_k = number(body.top_k, defaults.top_k, "top_k", lambda k: k >= -1, "-1, 0 (both: off) or at least 1")
     return SamplingParams(
         seed=_seed(body.seed),
@@ -96,8 +101,8 @@ def sampling_params(
         ),
         logit_bias_ids=ids,
         logit_bias_values=values,
-        min_tokens=_min_tokens(body.min_tokens, max_tokens),
-        stop_token_ids=token_ids(body.stop_token_ids or [], limits.ready.vocab_size, "stop_token_ids"),
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -242,6 +247,15 @@ def bounded_logprobs(value: int | None, name: str, limits: Limits) -> int:
 def _min_tokens(value: int | None, max_tokens: int | None) -> int:
     most = _I32_MAX if max_tokens is None else max_tokens
     return number(value, 0, "min_tokens", lambda v: 0 <= v <= most, f"between 0 and max_tokens ({most})")
+
+
+def _check_something_may_be_drawn(stop_token_ids: bytes, ignore_eos: bool, ready: ExecutorReady) -> None:
+    """Until min_tokens no token is drawn that ends the answer: some token must be left."""
+    ends = set(unpack_i32(stop_token_ids))
+    if not ignore_eos:
+        ends.update(unpack_i32(ready.eos_token_ids))
+    if len(ends) >= ready.vocab_size:
+        raise invalid("stop_token_ids must leave a token that can be drawn before min_tokens.", "stop_token_ids")
 
 
 def _seed(seed: int | None) -> int:

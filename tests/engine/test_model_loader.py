@@ -68,6 +68,25 @@ def test_directory(llama: Path) -> None:
     assert stages[-1] == ("loading weights", 1.0)
 
 
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_the_configuration_is_looked_at_before_the_weights(llama: Path, tmp_path: Path, kind: Any) -> None:
+    """The weights here cannot be read: what the configuration forbids is told first."""
+    if kind == "directory":
+        path = llama
+        for file in llama.glob("*.safetensors"):
+            file.write_bytes(b"damaged")
+    else:
+        path = write_gguf(tmp_path / "model.gguf", "llama")
+        path.write_bytes(path.read_bytes()[:-1000])
+
+    def refuse(config: Any) -> None:
+        raise ModelError(f"{config.max_position_embeddings} positions are too few")
+
+    for check, words in ((refuse, "positions are too few"), (lambda config: None, "download")):
+        with pytest.raises(ModelError, match=words):
+            load_model(ModelSource(str(path), kind, "model"), "float32", lambda *_: None, check_config=check)
+
+
 def test_defaults_are_neutral_without_a_generation_config(llama: Path) -> None:
     (llama / "generation_config.json").unlink(missing_ok=True)
     loaded = load(llama)

@@ -273,3 +273,30 @@ def test_shutdown_in_the_middle(bench: Bench) -> None:
     bench.ready(executor_ready())
     bench.turn((make_request(1, 5, 300), "tokenizer-0"))
     bench.actor.shutdown()
+
+
+def test_who_waits_too_long_is_told_by_its_tokenizer() -> None:
+    """The refusal goes the way the request came, and its route ends with it."""
+    now = [1000]
+    inboxes = {"tokenizer-0": Inbox(), "tokenizer-1": Inbox(), "executor": Inbox()}
+    settings = SchedulerSettings(config=SchedulerConfig(queue_timeout=1.0))
+    context = ActorContext("scheduler", settings, inboxes, lambda message: None, lambda: None)
+    actor = scheduler_loop.SchedulerActor(context, clock=lambda: now[0])
+    ready = executor_ready(max_num_seqs=1)
+    executor = FakeExecutor(ready)
+    actor.handle(ready, "executor")
+    actor.handle(make_request(1, 5, 50), "tokenizer-0")
+    actor.handle(make_request(2, 5, 5), "tokenizer-1")
+    actor.act()
+    now[0] += 2 * 10**9
+    for step in inboxes["executor"].take():
+        actor.handle(executor.execute(step), "executor")
+    actor.act()
+    (refused,) = [message for message in inboxes["tokenizer-1"].take() if isinstance(message, RequestRefused)]
+    assert (refused.request_id, refused.status, refused.code) == (2, 503, "queue_timeout")
+    actor.handle(CheckIntegrity(9), "tokenizer-0")
+    (report,) = [message for message in inboxes["tokenizer-0"].take() if isinstance(message, IntegrityReport)]
+    assert report.problems == ()
+    assert report.scheduler_requests == 1
+    actor.handle(Abort(2), "tokenizer-1")  # crossed the refusal on its way
+    actor.act()

@@ -121,7 +121,7 @@ def test_known_costs_are_taken_as_fitted() -> None:
     assert model.predict(shape) == pytest.approx(CPU.predict(shape), rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(
         st.tuples(

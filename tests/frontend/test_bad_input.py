@@ -69,6 +69,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))}, "stop_token_ids"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(1, VOCAB_SIZE))}, "stop_token_ids"),  # 0 is the model's end
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 4}, "min_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
