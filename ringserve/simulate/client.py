@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ringserve.bench.load import ClosedLoop, OpenLoop
 from ringserve.bench.prompts import Job, Prompt, estimate_tokens
-from ringserve.messages import NO_TARGETS, SamplingParams, ServiceTargets, TokenizedRequest
+from ringserve.messages import NO_TARGETS, SamplingParams, ServiceTargets, SessionRef, TokenizedRequest
 
 SAMPLING = SamplingParams(seed=0, ignore_eos=True)
 """Answers have exactly the length asked for."""
@@ -41,6 +41,7 @@ class Conversation:
     tenant: str
     priority: int
     deadline_ms: float
+    session: SessionRef | None
     turn: int = 0
     token_ids: bytes = b""
     """int32: what was said so far, questions and answers."""
@@ -73,6 +74,8 @@ class Client:
     seed: str
     tenants: Mapping[str, Tenant] = field(default_factory=lambda: {"": Tenant()})
     think_time_s: float = 0.0
+    sessions: bool = False
+    """Each conversation is a session."""
     overhead_s: float = 0.0
     """From sending a request to the scheduler's queue."""
     duration_s: float | None = None
@@ -83,6 +86,7 @@ class Client:
     """Open loop with a bound: those that it holds back."""
     _num_active: int = 0
     _order: int = 0
+    _num_conversations: int = 0
     _next_id: int = 0
 
     def __post_init__(self) -> None:
@@ -154,7 +158,9 @@ class Client:
             return None
         (name,) = self._rng.choices(self._names, self._shares)
         tenant = self.tenants[name]
-        return Conversation(job, name, tenant.priority, tenant.deadline_ms)
+        self._num_conversations += 1
+        session = SessionRef(name, str(self._num_conversations)) if self.sessions else None
+        return Conversation(job, name, tenant.priority, tenant.deadline_ms, session)
 
     def _push_next_arrival(self) -> None:
         at = next(self._times, None)
@@ -182,6 +188,7 @@ class Client:
             max_tokens=turn.output_tokens,
             priority=conversation.priority,
             tenant=conversation.tenant,
+            session=conversation.session,
             targets=ServiceTargets(due_ns=sent_ns + deadline_ns) if deadline_ns else NO_TARGETS,
         )
         return message, sent

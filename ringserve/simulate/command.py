@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("comparison").add_argument
     add("--policies", metavar="A,B,...", help="scheduling policies side by side (default: --scheduling-policy)")
     add("--find-rate", type=float, metavar="PART", help="the highest rate at which this part keeps the --goodput")
+    add("--sessions", action="store_true", help="each conversation (--turns) is a session")
     add("--tenants", metavar="NAME=SHARE,...", help="who sends which share of the requests")
     add("--tenant-priorities", metavar="NAME=N,...", help="`priority` of their requests (default: 0)")
     add("--tenant-deadlines", metavar="NAME=MS,...", help="`deadline_ms` of their requests (default: none)")
@@ -112,7 +113,9 @@ def run(arguments: Sequence[str]) -> int:
     console = wide_console()
     try:
         calibration = _calibration(given, console)
-        scenario = Scenario(load, _engine(given, config, calibration.engine), config, calibration, tenants)
+        scenario = Scenario(
+            load, _engine(given, config, calibration.engine), config, calibration, tenants, given.sessions
+        )
         return _Results(given, arguments, console, scenario).show(policies, target)
     except (ServerUnusable, DatasetError) as error:
         print(f"ringserve: error: {error}", file=sys.stderr)

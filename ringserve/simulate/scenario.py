@@ -29,6 +29,8 @@ class Scenario:
     config: SchedulerConfig
     calibration: Calibration
     tenants: Mapping[str, Tenant]
+    sessions: bool = False
+    """Each conversation is a session."""
 
     def run(self, policy: str, point: Point, seed: str) -> Figures:
         """One run; the same seed gives the same requests whatever the policy.
@@ -42,6 +44,7 @@ class Scenario:
             pace=self.load.pace(point, seed),
             seed=seed,
             tenants=self.tenants,
+            sessions=self.sessions,
             think_time_s=self.load.think_time,
             overhead_s=self.calibration.request_overhead_s,
             duration_s=self.load.duration,

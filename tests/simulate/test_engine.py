@@ -90,6 +90,12 @@ def test_a_later_turn_finds_what_was_said_before() -> None:
     assert second.num_cached_tokens == (40 + 19) // ENGINE.page_size * ENGINE.page_size
 
 
+def test_a_session_keeps_the_page_that_is_not_full() -> None:
+    conversation = Job((Turn(list(range(40)), 20), Turn([7] * 10, 5)))
+    run = outcome(Client(iter([conversation]), ClosedLoop(1), "s", sessions=True))
+    assert run.requests[1].num_cached_tokens == 40 + 19
+
+
 def test_what_can_never_fit_is_refused_and_counted() -> None:
     run = outcome(Client(jobs((2000, 5), (20, 5)), ClosedLoop(1), "s"))
     assert [request.refused for request in run.requests] == ["context_length_exceeded", ""]
