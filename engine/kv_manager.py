@@ -128,6 +128,11 @@ class KVManager:
                 self._cache.forget(page)
                 self._free.append(page)
 
+    @property
+    def num_kept(self) -> int:
+        """Different keys that are to be kept, whether or not a page with them is here."""
+        return len(self._cache.kept_keys())
+
     def kept_keys(self) -> Counter[PageKey]:
         """What is to be kept, and how often that was said."""
         return self._cache.kept_keys()

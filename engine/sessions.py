@@ -43,7 +43,6 @@ class Sessions:
         enabled = config.enable_prefix_caching and self._ttl_ns > 0
         self._max_pages = int(config.session_pool_share * kv.num_pages) if enabled else 0
         self._sessions: OrderedDict[SessionRef, Session] = OrderedDict()
-        self._num_keys = 0
         self._now_ns = 0
 
     def __len__(self) -> int:
@@ -96,11 +95,11 @@ class Sessions:
             session = self._sessions[ref] = Session(self._now_ns, self._now_ns)
         before, session.keys = session.keys, keys
         self._kv.keep(keys)
-        self._num_keys += len(keys)
-        self._let_go(before)
+        self._kv.let_go(before)
         session.used_ns = self._now_ns
         self._sessions.move_to_end(ref)
-        while self._num_keys > self._max_pages:
+        # Pages that several sessions keep count once; hence a bound of its own on their number.
+        while self._kv.num_kept > self._max_pages or len(self._sessions) > self._max_pages:
             self._end(next(iter(self._sessions)))
 
     def touch(self, ref: SessionRef) -> None:
@@ -145,18 +144,14 @@ class Sessions:
         return before, sequence.token_bytes(num_full * size, stop)
 
     def _end(self, ref: SessionRef) -> None:
-        self._let_go(self._sessions.pop(ref).keys)
-
-    def _let_go(self, keys: list[PageKey]) -> None:
-        self._kv.let_go(keys)
-        self._num_keys -= len(keys)
+        self._kv.let_go(self._sessions.pop(ref).keys)
 
     def check_integrity(self) -> list[str]:
         """What is wrong between sessions and kept pages; empty when sound."""
         problems = []
         held = Counter(key for session in self._sessions.values() for key in session.keys)
-        if self._num_keys != held.total() or self._num_keys > self._max_pages:
-            problems.append(f"sessions keep {held.total()} pages, {self._num_keys} were counted, {self._max_pages} may")
+        if len(held) > self._max_pages or len(self._sessions) > self._max_pages:
+            problems.append(f"{len(self._sessions)} sessions keep {len(held)} pages, {self._max_pages} may be")
         if self._kv.kept_keys() != held:
             problems.append("the cache keeps other pages than the sessions")
         used = [session.used_ns for session in self._sessions.values()]

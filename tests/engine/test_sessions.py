@@ -185,6 +185,18 @@ def test_sessions_keep_no_more_than_their_share() -> None:
     assert (info.session_id, info.num_pages, info.num_tokens) == ("long", 10, 160)
 
 
+def test_pages_that_sessions_share_count_once() -> None:
+    talks = Talks(num_pages=40, config=SchedulerConfig(session_pool_share=0.25))
+    talks.turn(85, 2, session=None)
+    talks.run()
+    prompt = talks.said[None][: 4 * 80]  # five full pages
+    for number in range(6):
+        talks.turn(3, 4, session=SessionRef("", f"talk {number}"), said=prompt)
+        talks.run()
+    assert [info.session_id for info in talks.kept("")] == [f"talk {number}" for number in (1, 2, 3, 4, 5)]
+    assert all(info.num_tokens == 80 + 3 + 3 for info in talks.kept(""))
+
+
 @pytest.mark.parametrize(
     "config",
     [
