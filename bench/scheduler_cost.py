@@ -4,7 +4,7 @@
 
 A scheduler with as many running sequences as asked for decodes; its results are made up. Counted is thread CPU time, in
 medians over the steps: ``schedule()`` with the encoding of its message, ``update_from_output()``, and the encoding of
-what goes to the tokenizer. Three things are compared, interleaved step by step so that the machine's moods fall on all:
+what goes to the tokenizer. Three things are compared, taking turns so that the machine's moods fall on all:
 short and long contexts (neither verb may grow with the context), every policy, and the prefix cache switched on (with
 nothing to hit) and off.
 
@@ -42,6 +42,10 @@ from ringserve.messages import (
 )
 
 POLICIES = ("fcfs", "priority", "deadline", "fair")
+TURN = 25
+"""Steps of one subject before it is another's turn."""
+WARM = 3
+"""Steps at the beginning of a turn that are not counted."""
 _VOCABULARY = 49152
 
 
@@ -150,12 +154,15 @@ def clock_cost() -> float:
 
 
 def measure(subjects: dict[str, Subject], steps: int) -> dict[str, dict[str, float]]:
-    """Medians of each, interleaved."""
+    """Medians of each, in turns of some steps: what one subject leaves in the processor's caches is another's loss."""
     gc.collect()
     gc.disable()
-    for _ in range(steps):
+    for _ in range(-(-steps // TURN)):
         for subject in subjects.values():
-            subject.step()
+            for _ in range(WARM):
+                subject.step(count=False)
+            for _ in range(TURN):
+                subject.step()
     gc.enable()
     clock = clock_cost()
     return {name: subject.medians(clock) for name, subject in subjects.items()}
@@ -165,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 2048])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--output", type=Path)

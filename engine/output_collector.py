@@ -18,6 +18,11 @@ class OutputCollector:
         batch, self._batch = self._batch, OutputBatch([], [])
         return batch
 
+    @property
+    def rows(self) -> list[OutputRow]:
+        """What is being collected: for whoever adds many rows of sequences that have started, and do not end."""
+        return self._batch.rows
+
     def add(
         self,
         sequence: Sequence,

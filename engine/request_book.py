@@ -12,7 +12,7 @@ from itertools import compress
 from ringserve.engine.output_collector import OutputCollector
 from ringserve.engine.policy import Policy
 from ringserve.engine.residents import Residents
-from ringserve.engine.scheduler_outputs import NO_LOGPROBS, LogprobEntry, split_logprobs
+from ringserve.engine.scheduler_outputs import NO_LOGPROBS, LogprobEntry, OutputRow, split_logprobs
 from ringserve.engine.scheduler_step import StepRecord
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
 from ringserve.engine.wait_prediction import WaitPredictor
@@ -59,7 +59,7 @@ class RequestBook:
             logprobs = dict(zip(tokens, split_logprobs(output.logprobs), strict=True))
         failures = dict(output.failed_slots)
         served = []
-        add = self.outputs.add
+        rows = self.outputs.rows
         for sequence, slot in compress(zip(record.sequences, record.slots, strict=True), record.samples):
             sequence.num_pending_tokens -= 1
             token = tokens.get(slot)
@@ -73,10 +73,11 @@ class RequestBook:
             served.append(sequence)
             entry = logprobs.get(slot, NO_LOGPROBS) if logprobs else NO_LOGPROBS
             columns = (entry,) if entry.count else ()
-            if len(generated) >= sequence.max_output_tokens or token in sequence.request.end_token_ids:
+            request = sequence.request
+            if len(generated) >= sequence.max_output_tokens or token in request.end_token_ids or not sequence.started:
                 self._finish_if_over(sequence, (token,), columns)
             else:
-                add(sequence, (token,), columns, None)
+                rows.append(OutputRow(request.request_id, sequence.choice, (token,), columns))
         self._waiting.charge_outputs(served)
 
     def _finish_without_token(self, sequence: Sequence, failure: str | None) -> None:
