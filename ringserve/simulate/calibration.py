@@ -30,8 +30,8 @@ from ringserve.simulate.step_time import Calibration, Engine, Fit, Sample, fit
 WINDOW = 24
 """Steps in which all sequences of a decoding sample are to overlap."""
 FEWEST_STEPS = 4
-REPEATS = 2
-"""Of each prompt's length."""
+PASSES = 2
+"""Everything is measured so often, forwards and backwards: a machine that slows down meanwhile tilts nothing."""
 SHORT = 16
 LONG = 768
 """Prompt lengths of the decoding samples."""
@@ -81,7 +81,8 @@ async def _calibrate(
     try:
         engine = read_engine(await _metrics(client))
         prober = _Prober(client, model, engine, ids, timeout)
-        probes = list(plan(engine))
+        once = list(plan(engine))
+        probes = [probe for number in range(PASSES) for probe in (once if number % 2 == 0 else reversed(once))]
         await prober.ask(DecodeProbe(1, SHORT), 4)  # warm-up
         samples: list[Sample] = []
         for index, probe in enumerate(probes):
@@ -136,15 +137,12 @@ class _Prober:
             prefill = -(-probe.sequences * probe.prompt_tokens // budget)
             records = await self.ask(probe, min(prefill + WINDOW + 4, self._room(probe.prompt_tokens)))
             return decode_sample(probe, records)
-        times = []
-        for _ in range(REPEATS):
-            (record,) = await self.ask(DecodeProbe(1, probe.prompt_tokens), 1)
-            times.append(record.chunk_times[0] - record.sent)
+        (record,) = await self.ask(DecodeProbe(1, probe.prompt_tokens), 1)
         shapes = tuple(
             StepShape.of([(start, min(budget, probe.prompt_tokens - start))])
             for start in range(0, probe.prompt_tokens, budget)
         )
-        return Sample(shapes, statistics.fmean(times), with_overhead=True)
+        return Sample(shapes, record.chunk_times[0] - record.sent, with_overhead=True)
 
     def _room(self, prompt_tokens: int) -> int:
         return self._engine.max_model_len - prompt_tokens

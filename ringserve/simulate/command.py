@@ -110,6 +110,8 @@ def run(arguments: Sequence[str]) -> int:
         raise OptionError("--find-rate: takes a part of the requests, above 0 and up to 1, and needs --goodput")
     config, policies, tenants = _config(given), _policies(given), _tenants(given)
     target = _endpoint("--against", given.against, given.api_key)
+    if target is not None and (given.tenants or given.deadline_ms or given.sessions):
+        raise OptionError("--against: the real requests would have no tenants, deadlines or sessions")
     console = wide_console()
     try:
         calibration = _calibration(given, console)

@@ -84,6 +84,7 @@ def test_conversations_and_a_sharegpt_file(tmp_path: Path, capsys: pytest.Captur
         ("--step-time linear:1:1 --max-num-seqs 0", "--max-num-seqs"),
         ("--step-time linear:1:1 --rate 0", "--rate"),
         ("--step-time linear:1:1 --against ftp://x", "--against"),
+        ("--step-time linear:1:1 --against http://x --tenants a=1", "no tenants"),
     ],
 )
 def test_mistakes_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
