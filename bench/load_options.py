@@ -94,8 +94,34 @@ def api_key(text: str) -> str:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them, grouped."""
-    add = parser.add_argument_group("requests").add_argument
+    add = parser.add_argument_group("HTTP").add_argument
     add("--api", choices=("completions", "chat"), default="completions", help="default: %(default)s")
+    add(
+        "--prompt-format",
+        choices=("ids", "text"),
+        help="random and trace prompts as token ids or as common words, about a token each (default: ids for "
+        "completions of one turn, else text)",
+    )
+    add("--warmup", type=int, default=1, metavar="N", help="requests before, not counted (default: %(default)s)")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each request (default: %(default)g)")
+    add_shape_arguments(parser)
+
+    add = parser.add_argument_group("sampling").add_argument
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="ask for exactly the output length (default: unless sharegpt)",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)g")
+    add("--sampling-seed", type=int, metavar="N", help="`seed` in each request")
+    add("--extra-body", default="{}", metavar="JSON", help="more fields for each request")
+    add("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (stream_options)")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that need no server: what is asked for, when, and within which time."""
+    add = parser.add_argument_group("requests").add_argument
     add(
         "--dataset",
         choices=("random", "sharegpt", "mooncake", "azure"),
@@ -104,12 +130,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add("--dataset-path", type=Path, metavar="FILE", help="for sharegpt, mooncake and azure")
-    add(
-        "--prompt-format",
-        choices=("ids", "text"),
-        help="random and trace prompts as token ids or as common words, about a token each (default: ids for "
-        "completions of one turn, else text)",
-    )
     add("--token-ids", default="256:30000", metavar="LOW:HIGH", help="ids to draw from (default: %(default)s)")
     add("--prompt-tokens", default="128", metavar="LENGTH", help=f"{FORMS} (default: %(default)s)")
     add("--output-tokens", metavar="LENGTH", help="same forms (default: 64; sharegpt: estimated from the answers)")
@@ -137,20 +157,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate; all of a trace)",
     )
     add("--duration", type=float, metavar="SECONDS", help="start no more after that; the last ones end")
-    add("--warmup", type=int, default=1, metavar="N", help="requests before, not counted (default: %(default)s)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each request (default: %(default)g)")
-
-    add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="ask for exactly the output length (default: unless sharegpt)",
-    )
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)g")
-    add("--sampling-seed", type=int, metavar="N", help="`seed` in each request")
-    add("--extra-body", default="{}", metavar="JSON", help="more fields for each request")
-    add("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (stream_options)")
 
     add = parser.add_argument_group("figures").add_argument
     add(

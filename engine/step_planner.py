@@ -127,7 +127,7 @@ class StepPlanner:
             if not self._make_room(sequence, cached, plan):
                 self._misfit = (sequence, self._residents.version)
                 return
-            num_cached = len(cached) * self._kv.page_size
+            num_cached = self._residents.prefixes.num_cached(sequence, cached)
             num_tokens = plan.chunk(num_cached, sequence.num_known_tokens - num_cached)
             if num_tokens == 0:
                 return
