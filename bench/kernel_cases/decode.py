@@ -36,10 +36,10 @@ def check_decode(seed: int, device: str, far: bool = False) -> Outcome:
         world.scale,
         out,
         scratch,
+        config,
         scales=world.scales,
         window=shape.window,
         softcap=shape.softcap,
-        config=config,
     )
     return Outcome(relative_error(out, expected, magnitude), shape.tolerance, f"{shape} {config} splits={splits}")
 

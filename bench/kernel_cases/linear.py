@@ -41,7 +41,7 @@ def check_quantized_linear(seed: int, device: str) -> Outcome:
         out,
         scratch,
         splits,
-        config=config,
+        config,
     )
     expected = quantized_linear_reference(x[:, :inputs], codes, scales, bias)
     error = relative_error(out, expected)

@@ -42,10 +42,10 @@ def check_prefill(seed: int, device: str, far: bool = False) -> Outcome:
         PrefillBlocks(blocks.sequences.to(device), blocks.offsets.to(device)),
         world.scale,
         out,
+        config,
         scales=world.scales,
         window=shape.window,
         softcap=shape.softcap,
-        config=config,
     )
     error = relative_error(out[:rows], expected, magnitude)
     if not bool(out[rows].isnan().all()):

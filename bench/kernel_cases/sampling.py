@@ -35,12 +35,12 @@ _WORD = 0xFFFFFFFF
 def _row(random: Random, size: int) -> NDArray[np.float32]:
     """Normal, peaked, with many ties, flat, mostly hidden, broken."""
     rng = np.random.default_rng(random.getrandbits(32))
-    normal: NDArray[np.float64] = rng.standard_normal(size) * 3
+    normal = rng.standard_normal(size) * 3
     match random.randrange(7):
         case 0:
             normal[rng.integers(size, size=5)] += 12
         case 1:
-            normal = rng.integers(-4, 5, size=size) * 1.5
+            normal = np.asarray(rng.integers(-4, 5, size=size) * 1.5, dtype=np.float64)
         case 2:
             normal = np.zeros(size)
         case 3:

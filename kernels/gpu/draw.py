@@ -114,7 +114,7 @@ def _kept_weights(row, start, boundary, last_tie, min_p, top, sharpness, V: tl.c
     return tl.where(kept, weights, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr", "out_ptr"])
 def _draw(
     logits_ptr,
     slot_ptr,

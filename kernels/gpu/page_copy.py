@@ -50,7 +50,7 @@ class PageLayout:
         return cls(columns[0], columns[1], columns[2], largest=max(sizes), page_words=sum(sizes))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_id_ptr", "target_id_ptr"])
 def _move_pages(
     source_ptr,
     target_ptr,

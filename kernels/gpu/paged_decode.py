@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.attention_tile import LOG2_E, cap_scores, load_keys, load_values
 from ringserve.kernels.gpu.kv_format import kv_format, load_scales
 
@@ -46,12 +47,27 @@ class DecodeConfig:
 
 
 CONFIGS = {
-    1: DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
-    2: DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
-    4: DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.LARGE, 1, False): DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.LARGE, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.LARGE, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.LARGE, 2, True): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.COMPACT, 1, False): DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.COMPACT, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.COMPACT, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.COMPACT, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.CDNA, 1, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 2, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
 }
-"""By the bytes of a key's element. With 1 and 2 bytes nothing spills on sm_80, sm_90 and sm_100 up to a dimension of
-256 (``tests/kernels/gpu`` compiles for them); with 4 bytes (a type for tests) a few registers spill."""
+"""By device, bytes of a key's element, and whether heads are wider than 128. Nothing spills on sm_80, sm_90 and sm_100
+up to a dimension of 256, and loads are pipelined (``tests/kernels/gpu`` compiles for them)."""
+
+
+def decode_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> DecodeConfig:
+    """For these pages. float32, a type for tests, has the tiles of float16."""
+    return CONFIGS[architecture, min(k_pages.element_size(), 2), max(k_pages.shape[-1], value_dim) > 128]
+
 
 MAX_SPLITS = 64
 
@@ -97,7 +113,7 @@ def _runs(n, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexp
     return first, base, length
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "length_ptr"])
 def _decode_runs(
     q_ptr,
     k_ptr,
@@ -209,7 +225,7 @@ def _decode_runs(
         tl.store(out_rows, tl.zeros([BLOCK_H, BLOCK_DV], out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["length_ptr"])
 def _merge_runs(
     partial_ptr,
     log_sum_ptr,
@@ -261,11 +277,11 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     scratch: DecodeScratch,
+    config: DecodeConfig,
     *,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's last token into ``out``, which is returned; see the module for shapes.
 
@@ -275,7 +291,6 @@ def paged_decode(
     batch, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
     splits = scratch.log_sums.shape[2]
-    config = config if config is not None else CONFIGS[k_pages.element_size()]
     k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
     cap = softcap if softcap is not None else 1.0
     window_size = window if window is not None else 0

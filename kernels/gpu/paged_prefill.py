@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.attention_tile import LOG2_E, cap_scores, load_keys, load_values
 from ringserve.kernels.gpu.kv_format import kv_format, load_scales
 
@@ -51,19 +52,26 @@ class PrefillConfig:
 
 
 CONFIGS = {
-    (1, False): PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
-    (1, True): PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=2),
-    (2, False): PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
-    (2, True): PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=2),
-    (4, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
-    (4, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.LARGE, 1, False): PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    (Architecture.LARGE, 1, True): PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=3),
+    (Architecture.LARGE, 2, False): PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    (Architecture.LARGE, 2, True): PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=3),
+    (Architecture.COMPACT, 1, False): PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
+    (Architecture.COMPACT, 1, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=3),
+    (Architecture.COMPACT, 2, False): PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
+    (Architecture.COMPACT, 2, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=3),
+    (Architecture.CDNA, 1, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.CDNA, 1, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.CDNA, 2, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.CDNA, 2, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
 }
-"""By the bytes of a key's element, and whether heads are wider than 128."""
+"""By device, bytes of a key's element, and whether heads are wider than 128. Nothing spills on sm_80, sm_90 and sm_100
+up to a dimension of 256, and loads are pipelined (``tests/kernels/gpu`` compiles for them)."""
 
 
-def prefill_config(k_pages: torch.Tensor, value_dim: int) -> PrefillConfig:
-    """The device's configuration for these pages."""
-    return CONFIGS[k_pages.element_size(), max(k_pages.shape[-1], value_dim) > 128]
+def prefill_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> PrefillConfig:
+    """For these pages. float32, a type for tests, has the tiles of float16."""
+    return CONFIGS[architecture, min(k_pages.element_size(), 2), max(k_pages.shape[-1], value_dim) > 128]
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,14 @@ def prefill_blocks(query_lens: Sequence[int], rows_per_block: int, pad_to: int =
         for offset in reversed(range(0, length, rows_per_block))
     ]
     blocks += [(-1, 0)] * (pad_to - len(blocks))
-    sequences, offsets = torch.tensor(blocks, dtype=torch.int32).view(-1, 2).unbind(1)
-    return PrefillBlocks(sequences.contiguous(), offsets.contiguous())
+    columns = torch.tensor(blocks, dtype=torch.int32).view(-1, 2).T.contiguous()
+    return PrefillBlocks(columns[0], columns[1])
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "length_ptr", "sequence_ptr", "offset_ptr"],
+)
 def _prefill(
     q_ptr,
     k_ptr,
@@ -227,11 +238,11 @@ def paged_prefill(
     blocks: PrefillBlocks,
     scale: float,
     out: torch.Tensor,
+    config: PrefillConfig,
     *,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens into ``out``, which is returned; see the module for shapes.
 
@@ -240,7 +251,6 @@ def paged_prefill(
     """
     _, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
-    config = config if config is not None else prefill_config(k_pages, value_dim)
     k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
     cap = softcap if softcap is not None else 1.0
     _prefill[(blocks.sequences.shape[0], kv_heads)](

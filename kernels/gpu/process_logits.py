@@ -30,7 +30,7 @@ NUM_WARPS = 4
 _COUNT_MASK: tl.constexpr = tl.constexpr(IN_PROMPT - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
 def _process_logits(
     logits_ptr,
     slot_ptr,

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.kv_format import KVFormat, decode_codes, dequantize_reference, kv_format, quantize_reference
 
 MAX_ROWS = 64
@@ -40,10 +41,14 @@ class LinearConfig:
     num_stages: int
 
 
-CONFIG = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
+CONFIGS = {
+    Architecture.LARGE: LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    Architecture.COMPACT: LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    Architecture.CDNA: LinearConfig(block_n=64, block_k=64, num_warps=4, num_stages=2),
+}
 
 
-def choose_splits(inputs: int, outputs: int, num_multiprocessors: int, config: LinearConfig = CONFIG) -> int:
+def choose_splits(inputs: int, outputs: int, num_multiprocessors: int, config: LinearConfig) -> int:
     """The power of two that gives every multiprocessor two programs, with at least MIN_SPLIT inputs each."""
     programs, splits = -(-outputs // config.block_n), 1
     while splits < MAX_SPLITS and programs * splits < 2 * num_multiprocessors and inputs >= 2 * splits * MIN_SPLIT:
@@ -154,8 +159,7 @@ def quantized_linear(
     out: torch.Tensor,
     scratch: torch.Tensor,
     splits: int,
-    *,
-    config: LinearConfig = CONFIG,
+    config: LinearConfig,
 ) -> torch.Tensor:
     """Into ``out``, which is returned; see the module for shapes. ``scratch``: see ``linear_scratch``."""
     rows, inputs = x.shape

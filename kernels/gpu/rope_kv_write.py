@@ -47,7 +47,7 @@ def _scale(largest, MAX: tl.constexpr, SMALLEST: tl.constexpr):
     return tl.maximum(tl.div_rn(largest, largest * 0.0 + MAX), SMALLEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def _rope_kv_write(
     q_ptr,
     k_ptr,

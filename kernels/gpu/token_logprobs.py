@@ -41,7 +41,7 @@ def _logprob(x, log_sum):
     return tl.where((x > float("-inf")) & (log_sum > float("-inf")), value, _MINUS_INFINITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ptr", "k_ptr", "rank_ptr"])
 def _token_logprobs(
     logits_ptr,
     token_ptr,

@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from ringserve.kernels.gpu import quantized_linear
+from ringserve.kernels.gpu.architecture import Architecture, architecture_of
 from ringserve.kernels.gpu.page_copy import PageLayout
-from ringserve.kernels.gpu.paged_decode import MAX_SPLITS, choose_splits
+from ringserve.kernels.gpu.paged_decode import CONFIGS as DECODE_CONFIGS
+from ringserve.kernels.gpu.paged_decode import MAX_SPLITS, choose_splits, decode_config
 from ringserve.kernels.gpu.paged_prefill import CONFIGS, PrefillConfig, prefill_blocks, prefill_config
+
+LARGE_LINEAR = quantized_linear.CONFIGS[Architecture.LARGE]
+
+
+def test_architectures() -> None:
+    assert [architecture_of(major).value for major in (8, 9, 10, 12)] == ["compact", "large", "large", "compact"]
+    assert architecture_of(9, hip=True) is Architecture.CDNA
+    with pytest.raises(ValueError, match="are not supported"):
+        architecture_of(7)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +36,10 @@ def test_splits_fill_the_device(batch: int, kv_heads: int, multiprocessors: int,
 def test_splits_of_linear_layers_keep_enough_inputs() -> None:
     for inputs in (64, 512, 1024, 4096, 14336):
         for outputs in (64, 1024, 4096, 28672):
-            splits = quantized_linear.choose_splits(inputs, outputs, 132)
+            splits = quantized_linear.choose_splits(inputs, outputs, 132, LARGE_LINEAR)
             assert splits == 1 or inputs // splits >= quantized_linear.MIN_SPLIT
-    assert quantized_linear.choose_splits(4096, 1024, 132) == 8
-    assert quantized_linear.choose_splits(4096, 28672, 132) == 1
+    assert quantized_linear.choose_splits(4096, 1024, 132, LARGE_LINEAR) == 8
+    assert quantized_linear.choose_splits(4096, 28672, 132, LARGE_LINEAR) == 1
 
 
 def test_more_rows_than_a_linear_launch_takes_are_refused() -> None:
@@ -54,8 +65,9 @@ def test_every_group_has_a_query_in_a_block() -> None:
     for config in CONFIGS.values():
         assert all(config.rows_per_block(group) >= 1 for group in range(1, 17))
     pages = torch.empty(2, 1, 16, 256, dtype=torch.bfloat16)
-    assert prefill_config(pages, 256) is CONFIGS[2, True]
-    assert prefill_config(pages[..., :128], 128) is CONFIGS[2, False]
+    assert prefill_config(Architecture.LARGE, pages, 256) is CONFIGS[Architecture.LARGE, 2, True]
+    assert prefill_config(Architecture.LARGE, pages[..., :128], 128) is CONFIGS[Architecture.LARGE, 2, False]
+    assert decode_config(Architecture.CDNA, pages.float(), 64) is DECODE_CONFIGS[Architecture.CDNA, 2, True]
     assert PrefillConfig(64, 32, 4, 2).rows_per_block(5) == 12
 
 
