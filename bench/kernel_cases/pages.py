@@ -21,8 +21,9 @@ from ringserve.kernels.gpu.kv_format import (
     encode_codes,
     quantize_reference,
 )
-from ringserve.kernels.gpu.page_copy import PageLayout, copy_pages, gather_pages, scatter_pages
+from ringserve.kernels.gpu.page_copy import copy_pages, gather_pages, scatter_pages
 from ringserve.kernels.gpu.rope_kv_write import rope_kv_write, rope_reference
+from ringserve.kernels.page_copy import PageLayout
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-7}
 

@@ -1,16 +1,7 @@
 """Whole KV pages copied, gathered and scattered over all layers, on GPUs (Triton).
 
-The slab is one flat array of words; array ``a`` of it (the keys, values or scales of one layer) begins at
-``offsets[a]``, and its page ``p`` is the run of ``sizes[a]`` words from ``offsets[a] + p * sizes[a]``. A page over all
-arrays is ``sum(sizes)`` words; a stage holds such pages one after the other, its arrays in order (``starts[a]`` is the
-sum of the sizes before ``a``)::
-
-    copy_pages       slab page targets[i]  <-  slab page sources[i]     copy on write
-    gather_pages     stage[i]              <-  slab page ids[i]         before one copy to the host
-    scatter_pages    slab page ids[i]      <-  stage[i]                 after one copy from the host
-
-Shapes: slab ``[words]``, stage ``[n, sum(sizes)]`` of the slab's type (int64 moves most at once), ids ``[n]`` int32 or
-int64, all on one device. Page -1 is skipped. What is written to is distinct, and in ``copy_pages`` is no source either.
+``kernels/page_copy.py`` is the CPU counterpart and the reference; it has the layout and the shapes. A slab of int64
+words moves most at once.
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
@@ -18,36 +9,14 @@ int64, all on one device. Page -1 is skipped. What is written to is distinct, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from ringserve.kernels.page_copy import PageLayout
+
 BLOCK = 1024
 NUM_WARPS = 4
-
-
-@dataclass(frozen=True)
-class PageLayout:
-    """Where a slab's arrays lie, in words."""
-
-    offsets: torch.Tensor
-    """int64 [arrays], on the slab's device; so are the others."""
-    sizes: torch.Tensor
-    starts: torch.Tensor
-    largest: int
-    """Of the sizes."""
-    page_words: int
-    """Their sum: a page over all arrays."""
-
-    @classmethod
-    def create(cls, offsets: Sequence[int], sizes: Sequence[int], device: torch.device) -> PageLayout:
-        """From offsets and sizes in words."""
-        starts = [sum(sizes[:a]) for a in range(len(sizes))]
-        columns = torch.tensor([list(offsets), list(sizes), starts], dtype=torch.int64, device=device)
-        return cls(columns[0], columns[1], columns[2], largest=max(sizes), page_words=sum(sizes))
 
 
 @triton.jit(do_not_specialize_on_alignment=["source_id_ptr", "target_id_ptr"])
@@ -93,7 +62,7 @@ def _move(
     from_stage: bool,
     to_stage: bool,
 ) -> None:
-    grid = (source_ids.shape[0], layout.sizes.shape[0], triton.cdiv(layout.largest, BLOCK))
+    grid = (source_ids.shape[0], layout.num_arrays, triton.cdiv(layout.largest, BLOCK))
     _move_pages[grid](
         source,
         target,

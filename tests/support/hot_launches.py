@@ -8,7 +8,7 @@ from ringserve.kernels.gpu.add_rms_norm import add_rms_norm
 from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.draw import draw
 from ringserve.kernels.gpu.kv_format import KVFormat
-from ringserve.kernels.gpu.page_copy import PageLayout, copy_pages, gather_pages, scatter_pages
+from ringserve.kernels.gpu.page_copy import copy_pages, gather_pages, scatter_pages
 from ringserve.kernels.gpu.paged_decode import DecodeScratch, decode_config, paged_decode
 from ringserve.kernels.gpu.paged_prefill import paged_prefill, prefill_blocks, prefill_config
 from ringserve.kernels.gpu.process_logits import process_logits
@@ -17,6 +17,7 @@ from ringserve.kernels.gpu.rope_kv_write import rope_kv_write
 from ringserve.kernels.gpu.sampler_state import SamplerState
 from ringserve.kernels.gpu.silu_mul import silu_mul
 from ringserve.kernels.gpu.token_logprobs import token_logprobs
+from ringserve.kernels.page_copy import PageLayout
 
 STORED = {KVFormat.INT8: torch.int8, KVFormat.E4M3: torch.uint8}
 KV_HEADS = 2
@@ -103,7 +104,7 @@ def launch_prefill(
 def launch_rope(kind: KVFormat = KVFormat.NATIVE, *, dim: int = 128, tokens: int = 3) -> None:
     pages, scales = _pages(dim, torch.bfloat16, kind)
     fused = torch.empty(tokens, (8 + 2 * KV_HEADS) * dim, dtype=torch.bfloat16)
-    q, k, v = fused.split([8 * dim, KV_HEADS * dim, KV_HEADS * dim], dim=1)
+    q, k, v = torch.split(fused, [8 * dim, KV_HEADS * dim, KV_HEADS * dim], dim=1)
     rope_kv_write(
         q.view(tokens, 8, dim),
         k.view(tokens, KV_HEADS, dim),

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import triton
-from fake_gpu import GFX942, SM_80, SM_90, SM_100, Compiled, GPUTarget, compile_only
+from fake_gpu import GFX942, SM_80, SM_90, SM_100, Compiled, compile_only
 from hot_launches import (
     launch_decode,
     launch_linear,
@@ -17,6 +17,7 @@ from hot_launches import (
     launch_rows,
     launch_sampling,
 )
+from triton.backends.compiler import GPUTarget
 
 from ringserve.kernels.gpu import paged_decode, paged_prefill
 from ringserve.kernels.gpu.architecture import Architecture

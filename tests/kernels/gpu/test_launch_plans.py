@@ -10,10 +10,10 @@ import torch
 
 from ringserve.kernels.gpu import quantized_linear
 from ringserve.kernels.gpu.architecture import Architecture, architecture_of
-from ringserve.kernels.gpu.page_copy import PageLayout
 from ringserve.kernels.gpu.paged_decode import CONFIGS as DECODE_CONFIGS
 from ringserve.kernels.gpu.paged_decode import MAX_SPLITS, choose_splits, decode_config
 from ringserve.kernels.gpu.paged_prefill import CONFIGS, PrefillConfig, prefill_blocks, prefill_config
+from ringserve.kernels.page_copy import PageLayout
 
 LARGE_LINEAR = quantized_linear.CONFIGS[Architecture.LARGE]
 
