@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,9 +107,9 @@ class KVPool:
         for size in sizes:
             # Each array starts aligned, whatever the sizes before it.
             offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        # int64 has no other meaning here than eight bytes, which both libraries know.
-        self._array = namespace.allocate(offsets[-1] // 8, np.dtype(np.int64))
-        slab = namespace.to_torch(self._array, torch.int64)
+        # Kept: it owns the memory. int64 has no other meaning here than eight bytes, which both libraries know.
+        self.array: Any = namespace.allocate(offsets[-1] // 8, np.dtype(np.int64))
+        slab = namespace.to_torch(self.array, torch.int64)
         in_bytes = slab.view(torch.uint8)
         views = [
             in_bytes[offset : offset + size].view(element).view(shape)
