@@ -65,8 +65,8 @@ CONFIGS = {
     (Architecture.CDNA, 2, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
     (Architecture.CDNA, 2, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
 }
-"""By device, bytes of a key's element, and whether heads are wider than 128. Nothing spills on sm_80, sm_90 and sm_100
-up to a dimension of 256, and loads are pipelined (``tests/kernels/gpu`` compiles for them)."""
+"""By device, bytes of a key's element, and whether heads are wider than 128. Loads are pipelined on sm_80, sm_90 and
+sm_100, and nothing spills but a few registers of 8-bit pages (``tests/kernels/gpu`` compiles for them)."""
 
 
 def prefill_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> PrefillConfig:
