@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ class Device:
     def __init__(self, dry: bool) -> None:
         self.dry = dry
         self.torch = torch.device("cpu" if dry else "cuda")
+        self._graph_pool: Any = None
 
     @property
     def architecture(self) -> Architecture:
@@ -50,7 +52,8 @@ class Device:
         return 1 << 30 if self.dry else int(torch.cuda.mem_get_info()[0])
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """``work`` as a CUDA graph: run once before, on a stream of its own, then captured. On a CPU, work itself."""
+        """``work`` as a CUDA graph: run once before, on a stream of its own, then captured. All graphs share a pool, so
+        none may rely on memory of another; capture the largest first. On a CPU, work itself."""
         if self.dry:
             return lambda: void(work())
         stream = torch.cuda.Stream()
@@ -58,8 +61,10 @@ class Device:
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream().wait_stream(stream)
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._graph_pool):
             work()
         return graph.replay
 

@@ -27,9 +27,9 @@ PACKAGES = (
 
 CASES = {
     "casts": 2,
-    "decode": 210,
+    "decode": 140,
     "far_decode": 14,
-    "prefill": 210,
+    "prefill": 140,
     "far_prefill": 14,
     "rope_kv_write": 140,
     "quantize": 2,

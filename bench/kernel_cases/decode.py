@@ -41,7 +41,9 @@ def check_decode(seed: int, device: str, far: bool = False) -> Outcome:
         window=shape.window,
         softcap=shape.softcap,
     )
-    return Outcome(relative_error(out, expected, magnitude), shape.tolerance, f"{shape} {config} splits={splits}")
+    return Outcome(
+        relative_error(out, expected, magnitude), shape.tolerance(device), f"{shape} {config} splits={splits}"
+    )
 
 
 def check_far_decode(seed: int, device: str) -> Outcome:

@@ -13,6 +13,9 @@ TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-7}
 SOFTCAP_TOLERANCE = 5e-6
 """tanh through exp loses relative precision near 0."""
 
+FAST_EXP_TOLERANCE = 2e-6
+"""Devices have a quick exp2, right to 22 bits."""
+
 FEW_KEYS = 16
 """With fewer, the rounding of a value's scale (a weight is multiplied by it, then rounded) does not average out."""
 

@@ -50,7 +50,7 @@ def check_prefill(seed: int, device: str, far: bool = False) -> Outcome:
     error = relative_error(out[:rows], expected, magnitude)
     if not bool(out[rows].isnan().all()):
         error = float("nan")
-    return Outcome(error, shape.tolerance, f"{shape} {config}")
+    return Outcome(error, shape.tolerance(device), f"{shape} {config}")
 
 
 def check_far_prefill(seed: int, device: str) -> Outcome:

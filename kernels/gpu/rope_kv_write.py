@@ -44,7 +44,7 @@ def _turn(ptr, cos, sin, m, used, HALF: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 @triton.jit
 def _scale(largest, MAX: tl.constexpr, SMALLEST: tl.constexpr):
-    return tl.maximum(tl.div_rn(largest, largest * 0.0 + MAX), SMALLEST)
+    return tl.maximum(tl.div_rn(largest, MAX), SMALLEST)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
@@ -132,12 +132,12 @@ def _rope_kv_write(
                     largest = tl.maximum(largest, tl.max(tl.abs(passed), 0))
                 k_scale = _scale(largest, MAX, SMALLEST)
                 v_scale = _scale(tl.max(tl.abs(values), 0), MAX, SMALLEST)
-                tl.store(k_out + first, encode_codes(tl.div_rn(a, a * 0.0 + k_scale), FORMAT), mask=used)
-                tl.store(k_out + second, encode_codes(tl.div_rn(b, b * 0.0 + k_scale), FORMAT), mask=used)
+                tl.store(k_out + first, encode_codes(tl.div_rn(a, k_scale), FORMAT), mask=used)
+                tl.store(k_out + second, encode_codes(tl.div_rn(b, k_scale), FORMAT), mask=used)
                 if BLOCK_REST > 0:
-                    passed = tl.div_rn(passed, passed * 0.0 + k_scale)
+                    passed = tl.div_rn(passed, k_scale)
                     tl.store(k_out + rest, encode_codes(passed, FORMAT), mask=rest < D)
-                values = tl.div_rn(values, values * 0.0 + v_scale)
+                values = tl.div_rn(values, v_scale)
                 tl.store(v_out + value_dims, encode_codes(values, FORMAT), mask=value_dims < DV)
                 scale_at = page * scale_page_stride + g * scale_head_stride + offset
                 tl.store(k_scale_ptr + scale_at, k_scale)
