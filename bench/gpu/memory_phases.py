@@ -9,8 +9,7 @@ from ringserve.engine.array_namespace import array_namespace
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.transfer_lane import CudaLane, ImmediateLane, TransferLane
-from ringserve.kernels import page_copy as cpu_pages
-from ringserve.kernels.gpu import page_copy as gpu_pages
+from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
 
 
 def measure_copies(device: Device) -> dict[str, object]:
@@ -33,11 +32,7 @@ def check_pool(device: Device) -> dict[str, object]:
         if pool.slab.device.type != "cuda" or int(pool.array.data.ptr) != address or address % 512:
             raise AssertionError("torch does not see CuPy's memory")
     lane: TransferLane = ImmediateLane() if device.dry else CudaLane(device.torch)
-    # A dry run checks the logic; the kernels have their own phase.
-    pages = cpu_pages if device.dry else gpu_pages
-    swap = SwapPool(
-        pool, swapped, namespace, lane, pages.gather_pages, pages.scatter_pages, stage_pages=4 if device.dry else 64
-    )
+    swap = SwapPool(pool, swapped, namespace, lane, gather_pages, scatter_pages, stage_pages=4 if device.dry else 64)
     keys = pool.layer(0)[0]
     last = pool.layer(len(layers) - 1)[1]
     numbers = torch.arange(num_pages + 1, device=device.torch).view(-1, 1, 1, 1) % 251

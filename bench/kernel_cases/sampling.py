@@ -36,7 +36,7 @@ def _row(random: Random, size: int) -> NDArray[np.float32]:
     """Normal, peaked, with many ties, flat, mostly hidden, broken."""
     rng = np.random.default_rng(random.getrandbits(32))
     normal = rng.standard_normal(size) * 3
-    match random.randrange(7):
+    match random.randrange(8):
         case 0:
             normal[rng.integers(size, size=5)] += 12
         case 1:
@@ -48,6 +48,8 @@ def _row(random: Random, size: int) -> NDArray[np.float32]:
             normal[rng.integers(size)] = 1.0
         case 4:
             normal[rng.integers(size, size=3)] = np.nan
+        case 6:
+            normal = rng.integers(-3, 4, size=size) * 1.4e-45  # the smallest numbers there are: halves of them are zero
         case 5 if random.random() < 0.3:
             normal = np.full(size, random.choice([np.nan, -np.inf]))
         case _:

@@ -48,8 +48,8 @@ def _boundary(row, low, high, target, top, sharpness, V: tl.constexpr, BLOCK_V: 
     lanes = tl.arange(0, BLOCK_V)
     while low < high:
         middle = low * 0.5 + high * 0.5
-        if middle <= low:
-            middle = high
+        if (middle <= low) | (middle > high):
+            middle = high  # neighbours, or numbers so small that half of them is zero
         if BY_WEIGHT:
             sums = tl.zeros([BLOCK_V], tl.float32)
         else:
