@@ -60,8 +60,8 @@ CONFIGS = {
     (Architecture.CDNA, 2, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
     (Architecture.CDNA, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
 }
-"""By device, bytes of a key's element, and whether heads are wider than 128. Nothing spills on sm_80, sm_90 and sm_100
-up to a dimension of 256, and loads are pipelined (``tests/kernels/gpu`` compiles for them)."""
+"""By device, bytes of a key's element, and whether heads are wider than 128. Loads are pipelined on sm_80, sm_90 and
+sm_100, and nothing spills but two registers with heads of 80 on sm_100 (``tests/kernels/gpu`` compiles for them)."""
 
 
 def decode_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> DecodeConfig:

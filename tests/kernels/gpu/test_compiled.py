@@ -52,7 +52,8 @@ COMPACT_LIMIT = 101_376
 """Shared memory of sm_86, sm_89 and sm_120, which have the configurations of sm_80."""
 
 FEW_SPILLS = 16
-"""Bytes: some versions of the compiler spill two to four registers of 8-bit prefill on sm_80 and sm_100."""
+"""Bytes: some versions of the compiler spill two to four registers of 8-bit prefill on sm_80 and sm_100, and of decode
+with heads of 80 on sm_100."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Triton 3.9 announces 3.10's default
 
@@ -83,7 +84,8 @@ def _check_attention(target_name: str, dim: int, kind: KVFormat, window: int | N
         attention, *merge = _compile(target, partial(launch, architecture, dim, **options))  # type: ignore[arg-type]
         for kernel in (attention, *merge):
             assert kernel.fits, f"{kernel.name}: {kernel.shared} bytes of shared memory"
-            assert kernel.stack <= (0 if kind is NATIVE or target is SM_90 else FEW_SPILLS), f"{kernel.name} spills"
+            hot = target is SM_90 or (kind is NATIVE and dim in (64, 128))
+            assert kernel.stack <= (0 if hot else FEW_SPILLS), f"{kernel.name} spills {kernel.stack} bytes"
         if architecture is Architecture.COMPACT:
             assert attention.shared <= COMPACT_LIMIT
         if target.backend == "cuda":
