@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ DEFAULT_MODEL_LEN = 8192
 class Against(msgspec.Struct):
     """A simulated run and a real one of the same load."""
 
+    seed: str
     simulated: Figures
     measured: Run
 
@@ -144,6 +146,8 @@ class _Results:
         against: list[Against] = []
         for index, point in enumerate(scenario.load.points):
             seed = f"{scenario.load.seed} {index}"  # that of `bench serve`: the same requests
+            if target is not None:  # prompts that no earlier run has left in the server's cache
+                seed += f" {secrets.token_hex(4)}"
             here = [scenario.run(policy, point, seed) for policy in policies]
             print_figures(console, here)
             runs += here
@@ -152,7 +156,7 @@ class _Results:
                 print_against(console, here[0], measured.metrics)
                 for note in notes(measured):
                     console.print(f"  {note}", markup=False, highlight=False)
-                against.append(Against(here[0], measured))
+                against.append(Against(seed, here[0], measured))
         rates: list[HighestRate] = []
         if self._given.find_rate is not None:
             rates = [scenario.highest_rate(policy, self._given.find_rate) for policy in policies]
