@@ -49,7 +49,8 @@ def _row(random: Random, size: int) -> NDArray[np.float32]:
         case 4:
             normal[rng.integers(size, size=3)] = np.nan
         case 6:
-            normal = rng.integers(-3, 4, size=size) * 1.4e-45  # the smallest numbers there are: halves of them are zero
+            # The smallest numbers there are: halves of them are zero.
+            normal = np.asarray(rng.integers(-3, 4, size=size) * 1.4e-45, dtype=np.float64)
         case 5 if random.random() < 0.3:
             normal = np.full(size, random.choice([np.nan, -np.inf]))
         case _:
