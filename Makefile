@@ -4,14 +4,17 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+# Processes that run test files side by side; WORKERS=0 for one process, as a debugger wants it.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: install install-dev serve chat test lint format bench clean
+.PHONY: install install-dev serve chat test test-all lint format bench clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make serve      set up and serve the embedded default model on http://127.0.0.1:8000"
 	@echo "make chat       talk to the running server in the terminal"
 	@echo "make test       set up and run the tests"
+	@echo "make test-all   the tests that take minutes as well"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      decode throughput through HTTP against plain transformers"
 	@echo "make install    set up only"
@@ -39,7 +42,10 @@ chat: install
 	$(BIN)/ringserve chat $(ARGS)
 
 test: install-dev
-	$(BIN)/python -P -m pytest $(ARGS)
+	$(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-all: install-dev
+	$(BIN)/python -P -m pytest -m "" $(ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

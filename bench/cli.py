@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _COMMANDS = {
@@ -39,10 +42,15 @@ def run(options: argparse.Namespace) -> int:
         OptionError: options that do not go together.
         SystemExit: help, or a mistake that argparse tells of.
     """
-    name: str = options.bench
-    arguments: Sequence[str] = options.rest
+    with _termination_as_interrupt():
+        return _run(options.bench, options.rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"ringserve bench {name}", description=_COMMANDS[name].capitalize() + ".", allow_abbrev=False
+        prog=f"ringserve bench {name}",
+        description=_COMMANDS[name][:1].upper() + _COMMANDS[name][1:] + ".",
+        allow_abbrev=False,
     )
     match name:
         case "serve":
@@ -70,3 +78,22 @@ def run(options: argparse.Namespace) -> int:
 
             offline.add_arguments(parser)
             return offline.run(parser.parse_args(arguments))
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP take Ctrl-C's way out, so that servers which a measurement started end with it."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+        yield
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGINT] is signal.SIG_IGN:  # what a shell gives to its background jobs
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if previous[number] is not signal.SIG_IGN:  # an ignored SIGHUP is nohup's wish
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ringserve.bench.http_client import Endpoint
-from ringserve.bench.load_options import LoadOptions, Point, add_load_arguments, read_load_options
+from ringserve.bench.load_options import LoadOptions, Point, add_load_arguments, api_key, read_load_options
 from ringserve.bench.measure import Run, ServerUnusable, find_model, measure
 from ringserve.bench.metrics import Goodput, Summary
 from ringserve.bench.plot import check_plot, plot
@@ -23,7 +24,7 @@ from ringserve.bench.processes import ProcessTree, find_server
 from ringserve.bench.prompts import DatasetError
 from ringserve.bench.report import check_writable, document, notes, wide_console, write_json
 from ringserve.bench.serve import progress_bar
-from ringserve.bench.server_command import CommandServer
+from ringserve.bench.server_command import CommandServer, split_command
 from ringserve.options import OptionError
 
 
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=COMMAND",
         help="one to start, listening on 127.0.0.1:{port}; `env A=B command` sets variables",
     )
-    add("--api-key", metavar="KEY", help="for all of them")
+    add("--api-key", type=api_key, metavar="KEY", help="for all of them")
     add("--model", metavar="NAME", help="default: the first one that each server lists")
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     add(
@@ -134,6 +135,8 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise OptionError("give two or more servers with different names: --server NAME=URL, --command NAME=COMMAND")
     if given.rounds < 1:
         raise OptionError(f"--rounds: {given.rounds} is below 1")
+    if not given.start_timeout > 0:
+        raise OptionError(f"--start-timeout: {given.start_timeout} is not above 0")
     check_writable(given.json, "--json")
     check_writable(given.plot, "--plot")
     check_plot(given.plot)
@@ -250,7 +253,7 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), title="medians (ratio to the first: median, lowest-highest round)")
     table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(escape(name), justify="right", no_wrap=True)
     for point in dict.fromkeys(row.point for row in rows):
         here = {row.server: row for row in rows if row.point == point}
         table.add_row(f"[bold]{point}[/]")
@@ -307,8 +310,10 @@ def _running(text: str) -> Target:
 
 def _started(text: str) -> Target:
     name, command = _split(text)
-    if "{port}" not in command:
-        raise argparse.ArgumentTypeError(f"{command!r} has no {{port}} to listen on")
+    try:
+        split_command(command)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return Target(name, command=command)
 
 

@@ -12,7 +12,7 @@ import ssl
 import time
 from dataclasses import dataclass, field
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
@@ -40,8 +40,14 @@ class Endpoint:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http:// or https:// URL")
+        try:
+            host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
+            host.encode("idna")  # what the resolver would say, before anything is measured
+        except UnicodeError:
+            raise ValueError(f"{url!r}: {parts.hostname!r} cannot be the name of a host") from None
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/") or "/v1", api_key)
+        path = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        return cls(parts.scheme, host, port, path or "/v1", api_key)
 
     @property
     def address(self) -> str:
@@ -62,6 +68,8 @@ class Exchange:
     status: int = 0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
     """(arrival, bytes of the body)"""
+    location: bytes = b""
+    """Where a redirection points."""
     ended: float = 0.0
     failure: Failure | None = None
 
@@ -119,7 +127,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail("invalid_http", str(error) or type(error).__name__)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -138,10 +146,13 @@ class Connection(asyncio.Protocol):
 
     # httptools' side
 
-    def on_header(self, name: bytes, _value: bytes) -> None:
+    def on_header(self, name: bytes, value: bytes) -> None:
         """A header line."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
+        elif name == b"location" and self._exchange is not None:
+            self._exchange.location = value
 
     def on_headers_complete(self) -> None:
         """Status and headers are in."""

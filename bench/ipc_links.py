@@ -112,10 +112,11 @@ class ChannelEnd:
             self._wait()
 
     def receive(self) -> list[bytes]:
-        while not (messages := self._drain()):
+        while True:
             if self._arm(self._consumers, ()):
                 self._wait()
-        return messages
+            if messages := self._drain():
+                return messages
 
     def doorbells(self) -> int:
         return self._producer.statistics().doorbell_writes
@@ -126,7 +127,7 @@ class ChannelEnd:
 
 
 def _channel_link(transport: Transport, spin_us: int = 0) -> Link:
-    near, far = create_doorbell("near"), create_doorbell("far")
+    near, far = (create_doorbell(name, transport=transport) for name in ("near", "far"))
     forth = create_channel("forth", producer=near, consumer=far, transport=transport)
     back = create_channel("back", producer=far, consumer=near, transport=transport)
 

@@ -1,4 +1,4 @@
-"""Both ends on uvloop, as the frontend and the tokenizer process are: ring, zmq.asyncio, asyncio streams."""
+"""Both ends on uvloop, as the frontend and the tokenizer process are: ring, fallback, zmq.asyncio, asyncio streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringserve.spawn import ChildProcess
 OnMessage = Callable[[bytes], "bytes | None"]
 """Handles a message; what it returns is sent back."""
 
-TRANSPORTS = ("ring", "pyzmq", "unix")
+TRANSPORTS = ("ring", "socket", "pyzmq", "unix")
 
 
 class LoopEnd(Protocol):
@@ -28,7 +28,7 @@ class LoopEnd(Protocol):
     def close(self) -> None: ...
 
 
-class RingLoopEnd:
+class ChannelLoopEnd:
     """Delivers from the doorbell's reader: no task is woken for a message."""
 
     def __init__(self, spec: ChannelSpec, on_message: OnMessage) -> None:
@@ -137,7 +137,7 @@ def open_end(spec: object, on_message: OnMessage) -> LoopEnd:
     """The end that belongs to the specification."""
     match spec:
         case ChannelSpec():
-            return RingLoopEnd(spec, on_message)
+            return ChannelLoopEnd(spec, on_message)
         case ZmqSpec():
             return ZmqLoopEnd(spec, on_message)
         case UnixSpec():

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringserve.bench.ipc_links import BASELINE
-from ringserve.bench.ipc_results import Idle, Latency, Rate, Results
+from ringserve.bench.ipc_results import Bound, Idle, Latency, Rate, Results
 
 
 class Sheet(msgspec.Struct, frozen=True):
@@ -52,6 +52,8 @@ def sheets(results: Results, wide: bool) -> Iterator[Sheet]:
         rates = [cell for cell in results.rates if cell.family == family]
         if rates:
             yield _rate_sheet(title, rates)
+    if results.bounds:
+        yield _bound_sheet(results.bounds)
     if results.idle:
         yield _idle_sheet(results.idle)
     if results.targets:
@@ -114,6 +116,15 @@ def _rate_sheet(title: str, cells: Sequence[Rate]) -> Sheet:
         for cell in sorted(cells, key=lambda cell: cell.size)
     )
     return Sheet(title, columns, rows)
+
+
+def _bound_sheet(bounds: Sequence[Bound]) -> Sheet:
+    columns = ("", "CPU us a round trip", "per second", f"to {BASELINE}")
+    rows = tuple(
+        (_RATES[bound.family].split(": ")[-1], _number(bound.cpu_us), f"{bound.per_s:,.0f}", _ratio(bound.ratio))
+        for bound in bounds
+    )
+    return Sheet("Six hops with a transport that costs nothing: encoding, decoding, building", columns, rows)
 
 
 def _idle_sheet(cells: Sequence[Idle]) -> Sheet:

@@ -15,7 +15,7 @@ import msgspec
 from ringserve.bench import ipc_engine, ipc_loop
 from ringserve.bench.ipc_messages import pin_all_threads
 from ringserve.bench.ipc_pair import Pair, Throughput, median, percentile
-from ringserve.bench.ipc_results import Idle, Latency, Placement, Rate, Results, with_ratios
+from ringserve.bench.ipc_results import Bound, Idle, Latency, Placement, Rate, Results, with_ratios
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class Measurement:
         self._latencies: dict[Key, list[list[float]]] = defaultdict(list)
         self._rates: dict[Key, list[Throughput]] = defaultdict(list)
         self._idle: list[Idle] = []
+        self._codec_us: dict[str, list[float]] = defaultdict(list)
         self._cpus = sorted(os.sched_getaffinity(0))
 
     def run(self) -> Results:
@@ -69,7 +70,12 @@ class Measurement:
         finally:
             pin_all_threads(self._cpus)
         return with_ratios(
-            Results(latencies=list(self._latency_cells()), rates=list(self._rate_cells()), idle=self._idle)
+            Results(
+                latencies=list(self._latency_cells()),
+                rates=list(self._rate_cells()),
+                idle=self._idle,
+                bounds=list(self._bounds()),
+            )
         )
 
     # ---------------------------------------------------------------------------------------- two blocking processes
@@ -175,6 +181,7 @@ class Measurement:
                     paths[-1].round_trips(WARM_UP, 1)
                 for number in range(plan.rounds):
                     self._on_step(f"round {number + 1}: six hops, {content} messages")
+                    self._codec_us[content].append(ipc_engine.without_transport_us(content, plan.samples))
                     for path in self._shuffled(paths):
                         key: Key = (content, "unpinned", 0, path.transport)
                         times, _, _ = path.round_trips(plan.samples, 1)
@@ -226,6 +233,17 @@ class Measurement:
                 doorbells=round(median([found.doorbells for found in rounds]), 5) if has_doorbells else None,
                 rounds_per_s=tuple(round(found.messages_per_s, 1) for found in rounds),
                 rounds_cpu_us=tuple(_rounded(found.cpu_us) for found in rounds) if has_cpu else (),
+            )
+
+    def _bounds(self) -> Iterator[Bound]:
+        at_once = min(len(self._cpus), len(ipc_engine.NAMES))
+        for family, rounds in self._codec_us.items():
+            cpu_us = median(rounds)
+            yield Bound(
+                family=family,
+                cpu_us=_rounded(cpu_us),
+                per_s=round(at_once * 1e6 / cpu_us, 1),
+                rounds_cpu_us=tuple(_rounded(value) for value in rounds),
             )
 
 

@@ -7,11 +7,13 @@ import random
 from dataclasses import dataclass
 
 FORMS = "N, uniform:LOW:HIGH, normal:MEAN:STD or lognormal:MEDIAN:SIGMA"
+LONGEST = 10_000_000
+"""Tokens; more than any model's context."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths, each at least 1."""
+    """A distribution of lengths, each from 1 to ``LONGEST``."""
 
     kind: str
     a: float
@@ -31,8 +33,10 @@ class Lengths:
             raise ValueError(f"{text!r} is not {FORMS}") from None
         if (kind, len(values)) not in (("fixed", 1), ("uniform", 2), ("normal", 2), ("lognormal", 2)):
             raise ValueError(f"{text!r} is not {FORMS}")
-        if not all(map(math.isfinite, values)) or values[0] < 1 or values[-1] < 0:
-            raise ValueError(f"{text!r}: lengths are at least 1, spreads at least 0")
+        if not all(map(math.isfinite, values)) or values[0] < 1 or values[-1] < 0 or max(values) > LONGEST:
+            raise ValueError(f"{text!r}: lengths are from 1 to {LONGEST}, spreads at least 0")
+        if kind == "lognormal" and values[1] > 10:
+            raise ValueError(f"{text!r}: SIGMA is that of the logarithm, at most 10")
         if kind == "uniform" and values[1] < values[0]:
             raise ValueError(f"{text!r}: HIGH is below LOW")
         return cls(kind, *values)
@@ -43,8 +47,8 @@ class Lengths:
             case "uniform":
                 return rng.randint(int(self.a), int(self.b))
             case "normal":
-                return max(1, round(rng.gauss(self.a, self.b)))
+                return min(max(1, round(rng.gauss(self.a, self.b))), LONGEST)
             case "lognormal":
-                return max(1, round(rng.lognormvariate(math.log(self.a), self.b)))
+                return min(max(1, round(rng.lognormvariate(math.log(self.a), self.b))), LONGEST)
             case _:
                 return int(self.a)

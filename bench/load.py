@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,14 +51,15 @@ class LoadGenerator:
         self._timeout = timeout
         self._think_time = think_time
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stopped = False
+        self.stopped = False
+        """By ``stop``."""
 
     def prepare(self, job: Job) -> Prepared:
         """Encode the first request of a job."""
         return Prepared(job, self._builder.body(job, 0))
 
     async def run(self, jobs: Iterator[Prepared], pace: ClosedLoop | OpenLoop, duration: float | None = None) -> None:
-        """Until the jobs are used up and answered. After ``duration`` seconds no new one is started."""
+        """Until the jobs are used up and answered. After ``duration`` seconds no request is sent any more."""
         start = time.perf_counter()
         until = start + duration if duration is not None else None
         async with asyncio.TaskGroup() as group:
@@ -75,24 +77,24 @@ class LoadGenerator:
                     free = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
                     def begin(prepared: Prepared, due: float) -> None:
-                        spawn(group.create_task(self._converse(prepared, due, free)))
+                        spawn(group.create_task(self._converse(prepared, due, until, free)))
 
                     spawn(group.create_task(self._dispatch(jobs, times, start, until, begin)))
 
     def stop(self) -> None:
         """End the run now; what is in flight is recorded as interrupted."""
-        self._stopped = True
+        self.stopped = True
         for task in list(self._tasks):
             task.cancel()
 
     async def _work(self, jobs: Iterator[Prepared], delay: float, until: float | None) -> None:
         if delay:
             await asyncio.sleep(delay)
-        while not self._stopped and (until is None or time.perf_counter() < until):
+        while not self.stopped and (until is None or time.perf_counter() < until):
             prepared = next(jobs, None)
             if prepared is None:
                 return
-            await self._converse(prepared, None, None)
+            await self._take_turns(prepared, None, until)
 
     async def _dispatch(
         self,
@@ -104,25 +106,27 @@ class LoadGenerator:
     ) -> None:
         for prepared, at in zip(jobs, times, strict=False):
             due = start + at
-            if until is not None and due >= until:
+            # Also where the schedule is ahead of us, the answers get their turn: they are what is measured.
+            await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+            if until is not None and max(due, time.perf_counter()) >= until:
                 return
-            if (wait := due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
             begin(prepared, due)
 
-    async def _converse(self, prepared: Prepared, due: float | None, free: asyncio.Semaphore | None) -> None:
-        if free is None:
-            await self._take_turns(prepared, due)
-            return
-        async with free:
-            await self._take_turns(prepared, due)
+    async def _converse(
+        self, prepared: Prepared, due: float, until: float | None, free: asyncio.Semaphore | None
+    ) -> None:
+        async with free or contextlib.nullcontext():
+            await self._take_turns(prepared, due, until)
 
-    async def _take_turns(self, prepared: Prepared, due: float | None) -> None:
+    async def _take_turns(self, prepared: Prepared, due: float | None, until: float | None) -> None:
         job, body, answers = prepared.job, prepared.body, list[str]()
         for turn, asked in enumerate(job.turns):
+            pause = self._think_time if turn else 0.0
+            if until is not None and time.perf_counter() + pause >= until:
+                return
+            if pause:
+                await asyncio.sleep(pause)
             if turn:
-                if self._think_time:
-                    await asyncio.sleep(self._think_time)
                 body, due = self._builder.body(job, turn, answers), None
             known = len(asked.prompt) if isinstance(asked.prompt, list) else None
             exchange = Exchange(time.perf_counter())
@@ -147,7 +151,7 @@ def to_record(
     """What an exchange amounts to."""
     failure = exchange.failure
     if failure is None and exchange.status != 200:
-        failure = http_failure(exchange.status, exchange.body())
+        failure = http_failure(exchange.status, exchange.body(), exchange.location)
     failure = failure or content.failure
     if failure is None and not content.ended:
         failure = Failure("truncated", "the stream ended without a finish reason or [DONE]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -86,10 +85,43 @@ class LoadOptions:
         return (Job((), arrival.at / self.dataset.speed) for arrival in self.dataset.arrivals())
 
 
+def api_key(text: str) -> str:
+    """A key as argparse takes it: it must fit into a header line."""
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("a key has printable ASCII characters only")
+    return text
+
+
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them, grouped."""
-    add = parser.add_argument_group("requests").add_argument
+    add = parser.add_argument_group("HTTP").add_argument
     add("--api", choices=("completions", "chat"), default="completions", help="default: %(default)s")
+    add(
+        "--prompt-format",
+        choices=("ids", "text"),
+        help="random and trace prompts as token ids or as common words, about a token each (default: ids for "
+        "completions of one turn, else text)",
+    )
+    add("--warmup", type=int, default=1, metavar="N", help="requests before, not counted (default: %(default)s)")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each request (default: %(default)g)")
+    add_shape_arguments(parser)
+
+    add = parser.add_argument_group("sampling").add_argument
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="ask for exactly the output length (default: unless sharegpt)",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)g")
+    add("--sampling-seed", type=int, metavar="N", help="`seed` in each request")
+    add("--extra-body", default="{}", metavar="JSON", help="more fields for each request")
+    add("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (stream_options)")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that need no server: what is asked for, when, and within which time."""
+    add = parser.add_argument_group("requests").add_argument
     add(
         "--dataset",
         choices=("random", "sharegpt", "mooncake", "azure"),
@@ -98,12 +130,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add("--dataset-path", type=Path, metavar="FILE", help="for sharegpt, mooncake and azure")
-    add(
-        "--prompt-format",
-        choices=("ids", "text"),
-        help="random and trace prompts as token ids or as common words, about a token each (default: ids for "
-        "completions of one turn, else text)",
-    )
     add("--token-ids", default="256:30000", metavar="LOW:HIGH", help="ids to draw from (default: %(default)s)")
     add("--prompt-tokens", default="128", metavar="LENGTH", help=f"{FORMS} (default: %(default)s)")
     add("--output-tokens", metavar="LENGTH", help="same forms (default: 64; sharegpt: estimated from the answers)")
@@ -131,20 +157,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate; all of a trace)",
     )
     add("--duration", type=float, metavar="SECONDS", help="start no more after that; the last ones end")
-    add("--warmup", type=int, default=1, metavar="N", help="requests before, not counted (default: %(default)s)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each request (default: %(default)g)")
-
-    add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="ask for exactly the output length (default: unless sharegpt)",
-    )
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)g")
-    add("--sampling-seed", type=int, metavar="N", help="`seed` in each request")
-    add("--extra-body", default="{}", metavar="JSON", help="more fields for each request")
-    add("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (stream_options)")
 
     add = parser.add_argument_group("figures").add_argument
     add(
@@ -194,8 +206,13 @@ def _check_ranges(given: argparse.Namespace) -> None:
         if value is not None and not value > 0:
             raise OptionError(f"{_flag(name)}: {value:g} is not above 0")
     for name in ("ramp", "think_time", "warmup", "prefix_tokens"):
-        if getattr(given, name) < 0:
-            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is below 0")
+        if not getattr(given, name) >= 0:
+            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is not 0 or above")
+    if given.burstiness < 1e-3:
+        raise OptionError(f"--burstiness: {given.burstiness:g} is below 0.001")
+    for name in ("burstiness", "ramp", "think_time", "temperature"):
+        if not math.isfinite(getattr(given, name)):
+            raise OptionError(f"{_flag(name)}: {getattr(given, name)} is not a finite number")
 
 
 def _flag(name: str) -> str:
@@ -232,6 +249,8 @@ def _dataset(given: argparse.Namespace) -> Dataset:
     output = _lengths("--output-tokens", given.output_tokens) if given.output_tokens else None
     if given.dataset != "random" and given.dataset_path is None:
         raise OptionError(f"--dataset {given.dataset}: needs --dataset-path")
+    if given.dataset == "random" and given.dataset_path is not None:
+        raise OptionError("--dataset-path: needs --dataset, which says what the file is")
     if given.dataset == "sharegpt":
         return Conversations(given.dataset_path, output, given.turns)
     units = _units(given)
@@ -287,8 +306,8 @@ def _parameters(given: argparse.Namespace) -> dict[str, Any]:
     if given.sampling_seed is not None:
         parameters["seed"] = given.sampling_seed
     try:
-        extra = json.loads(given.extra_body)
-    except ValueError as error:
+        extra = msgspec.json.decode(given.extra_body)
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"--extra-body: not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise OptionError("--extra-body: not a JSON object")
@@ -299,10 +318,12 @@ def _objectives(given: list[str]) -> dict[str, float]:
     found = {}
     for text in given:
         name, _, limit = text.partition(":")
+        if name in found:
+            raise OptionError(f"--goodput: {name} is given twice")
         try:
             found[name] = float(limit)
         except ValueError:
             found[name] = math.nan
-        if name not in OBJECTIVES or not found[name] > 0:
+        if name not in OBJECTIVES or not 0 < found[name] < math.inf:
             raise OptionError(f"--goodput: {text!r} is not {', '.join(f'{each}:MS' for each in OBJECTIVES)}")
     return found

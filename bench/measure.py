@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from ringserve.bench.http_client import Endpoint, Exchange, HttpClient
 from ringserve.bench.load import ClosedLoop, LoadGenerator, Prepared
 from ringserve.bench.load_options import LoadOptions, Point
 from ringserve.bench.metrics import Metrics, compute
-from ringserve.bench.processes import ProcessTree
+from ringserve.bench.processes import ProcessTree, is_local
 from ringserve.bench.prompts import Job
 from ringserve.bench.records import RequestRecord
 from ringserve.bench.stream import http_failure
@@ -69,6 +71,7 @@ async def _measure(
     server: ProcessTree | None,
     progress: Progress | None,
 ) -> Run:
+    _allow_many_connections()
     loop = asyncio.get_running_loop()
     client = HttpClient(endpoint)
     builder = options.builder(model)
@@ -85,14 +88,16 @@ async def _measure(
 
     loop.add_signal_handler(signal.SIGINT, stop)
     try:
-        jobs, count = _prepared(options, point, seed, generator)
-        if options.warmup:
+        jobs, count = await _prepared(options, point, seed, generator)
+        if options.warmup and not stopped:
             warm_jobs = map(warmer.prepare, islice(options.jobs(f"{seed} warm-up"), options.warmup))
             await warmer.run(warm_jobs, ClosedLoop(min(options.warmup, point.concurrency or 8)))
-        watch = SystemWatch(server)
+        watch = SystemWatch(server, elsewhere=server is None and not is_local(endpoint.host))
         ticker = asyncio.create_task(_tick(watch, generator, progress, f"{point}", count, options.duration))
         if not stopped:
             await generator.run(jobs, options.pace(point, seed), options.duration)
+        client.close()
+        await asyncio.sleep(0)  # the connections are closed now: there are descriptors again to read /proc with
         system = watch.finish()
         ticker.cancel()
     finally:
@@ -109,15 +114,31 @@ async def _measure(
     )
 
 
-def _prepared(
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open descriptors, 1,024 on most systems, to the hard one: each request needs one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _prepared(
     options: LoadOptions, point: Point, seed: str, generator: LoadGenerator
 ) -> tuple[Iterator[Prepared], int | None]:
-    """(jobs, how many requests): encoded before the run, except where only a duration limits their number."""
+    """(jobs, how many requests): encoded before the run, except where only a duration limits their number.
+
+    A long trace takes its time: Ctrl-C is looked for in between.
+    """
     jobs = map(generator.prepare, options.jobs(seed))
     number = options.number_of_jobs(point)
     if number is None and options.duration is not None:
         return jobs, None
-    ready = list(islice(jobs, number))
+    ready: list[Prepared] = []
+    for prepared in islice(jobs, number):
+        ready.append(prepared)
+        if len(ready) % 64 == 0:
+            await asyncio.sleep(0)
+            if generator.stopped:
+                break
     return iter(ready), sum(len(prepared.job.turns) for prepared in ready)
 
 
@@ -177,7 +198,7 @@ async def _find_model(endpoint: Endpoint, wait: float, timeout: float, check: Ca
             exchange = await client.get(f"{endpoint.path}/models", timeout)
             if exchange.status == 200 and exchange.failure is None:
                 return _first_model(endpoint, exchange)
-            failure = exchange.failure or http_failure(exchange.status, exchange.body())
+            failure = exchange.failure or http_failure(exchange.status, exchange.body(), exchange.location)
             if time.perf_counter() >= deadline or failure.kind not in _NOT_READY:
                 raise ServerUnusable(f"{endpoint.url}/models: {failure.kind.replace('_', ' ')}: {failure.message}")
             await asyncio.sleep(0.02)
@@ -188,7 +209,7 @@ async def _find_model(endpoint: Endpoint, wait: float, timeout: float, check: Ca
 def _first_model(endpoint: Endpoint, exchange: Exchange) -> str:
     try:
         return str(msgspec.json.decode(exchange.body())["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, IndexError, TypeError):
         raise ServerUnusable(
             f"{endpoint.url}/models: not an OpenAI list of models; give the name with --model"
         ) from None

@@ -294,8 +294,11 @@ class Server:
 
     def _hop_sums(self) -> dict[str, tuple[float, float]]:
         """(seconds, count) of each hop so far."""
-        text = httpx.get(f"http://{self._server.endpoint.address}/metrics", timeout=30, trust_env=False).text
-        return hop_sums(text)
+        try:
+            answer = httpx.get(f"http://{self._server.endpoint.address}/metrics", timeout=30, trust_env=False)
+        except httpx.HTTPError as error:
+            raise ServerUnusable(f"/metrics: {error}\n{self._server.last_output()}".rstrip()) from None
+        return hop_sums(answer.text)
 
 
 def hop_sums(exposition: str) -> dict[str, tuple[float, float]]:
@@ -327,15 +330,20 @@ def _our_cpu(llm: LLM, server: Server | None) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time; nanoseconds where the kernel counts them (a tick is coarse here)."""
+    """User and system time; nanoseconds where the kernel counts them (a tick is coarse here). 0 if it has ended."""
     try:
         return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
     except OSError:  # a thread ended just now, or there is no such file
-        return tree_seconds([pid])
+        with contextlib.suppress(OSError):
+            return tree_seconds([pid])
+        return 0.0
 
 
 def _name(pid: int) -> str:
-    comm = Path(f"/proc/{pid}/comm").read_text().strip()
+    try:
+        comm = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "ended"
     return comm.removeprefix("rs-") if comm.startswith("rs-") else "supervisor"
 
 

@@ -27,13 +27,17 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
-    """One line for each server, one point for each run: output tokens/s against TTFT and TPOT (p50, up to p99)."""
+    """One line for each server, one point for each run: output tokens/s against TTFT and TPOT (p50, up to p99).
+
+    Raises:
+        OptionError: it cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not always installed
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(_literal(title), fontsize=10)
     for axes, (name, kind) in zip(figure.subplots(1, 2), (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")), strict=True):
         for label, runs in series.items():
             points = []
@@ -44,7 +48,7 @@ def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
                 continue
             x, p50, p99, values = zip(*points, strict=True)
             rise = [high - low for low, high in zip(p50, p99, strict=True)]
-            axes.errorbar(x, p50, yerr=[[0.0] * len(x), rise], marker="o", capsize=3, label=label)
+            axes.errorbar(x, p50, yerr=[[0.0] * len(x), rise], marker="o", capsize=3, label=_literal(label))
             for at, height, value in zip(x, p50, values, strict=True):
                 axes.annotate(value, (at, height), textcoords="offset points", xytext=(5, -10), fontsize=8)
         axes.set_xlabel("output tokens/s")
@@ -54,7 +58,15 @@ def plot(path: Path, series: Mapping[str, Sequence[Run]], title: str) -> None:
         axes.grid(alpha=0.3)
         if axes.has_data() and len(series) > 1:
             axes.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise OptionError(f"--plot: {path}: {error.strerror}") from None
+
+
+def _literal(text: str) -> str:
+    """Names are no formulas."""
+    return text.replace("$", r"\$")
 
 
 def _value(run: Run) -> str:

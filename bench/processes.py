@@ -22,6 +22,10 @@ class ProcessTree:
         """Living members."""
         return [self.root, *descendants(self.root)]
 
+    def alive(self) -> bool:
+        """Whether its root is."""
+        return bool(fields := _stat(self.root)) and fields[0] not in ("Z", "X")
+
     def cpu_seconds(self) -> float:
         """User and system time so far, ended and reaped children included."""
         total = 0

@@ -140,7 +140,7 @@ class Conversations:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except OSError as error:
             raise DatasetError(f"{self.path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{self.path}: not JSON: {error}") from error
         found = []
         for entry in content if isinstance(content, list) else []:
@@ -161,13 +161,18 @@ def _pairs(messages: Sequence[object]) -> list[tuple[str, str]]:
         role = message.get("from") or message.get("role")
         text = message.get("value") or message.get("content")
         if role != "system":
-            said.append((role in ("human", "user"), text if isinstance(text, str) else ""))
+            said.append((role in ("human", "user"), _sendable(text) if isinstance(text, str) else ""))
     pairs = []
     for (asks, question), (asks_too, answer) in zip(said[::2], said[1::2], strict=False):
         if not asks or asks_too or not question or not answer:
             break
         pairs.append((question, answer))
     return pairs
+
+
+def _sendable(text: str) -> str:
+    """Halves of surrogate pairs, which JSON files may hold and UTF-8 cannot, become question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def estimate_tokens(text: str) -> int:

@@ -22,7 +22,7 @@ class Failure(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """The server's own count."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = None
     completion_tokens: int = 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +96,8 @@ def notes(run: Run) -> list[str]:
         found.append(f"{run.retried} requests were sent again: the server had closed their idle connections")
     if m.send_lag_ms_max > 20:
         found.append(f"a request was sent {m.send_lag_ms_max:.0f} ms later than scheduled")
+    if s.server_ended:
+        found.append("the server's process ended during the run: its use is what was last seen")
     if s.other_cores is None:
         found.append("the server is not a visible process of this machine: its use and that of others is not known")
     elif s.other_cores > NOTEWORTHY_CORES:
@@ -130,7 +134,16 @@ def _of(summary: Summary | None, name: str) -> str:
 def document(arguments: Sequence[str], **parts: Any) -> dict[str, Any]:
     """A result for a file: the command, the machine, and ``parts`` as plain JSON types."""
     head = {"command": shlex.join(["ringserve", "bench", *without_key(arguments)]), "machine": describe()}
-    return {**head, **{name: msgspec.to_builtins(part) for name, part in parts.items()}}
+    return {**head, **{name: _plain(msgspec.to_builtins(part)) for name, part in parts.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """An infinite rate as the word that asks for it: JSON has no number for it."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
@@ -143,15 +156,28 @@ def without_key(arguments: Sequence[str]) -> list[str]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write it, indented."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    """Write it, indented.
+
+    Raises:
+        OptionError: it cannot be written, after all.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    except OSError as error:
+        raise OptionError(f"--json: {path}: {error.strerror}") from None
 
 
 def check_writable(path: Path | None, flag: str) -> None:
     """A result that cannot be written should fail before the run.
 
     Raises:
-        OptionError: the directory does not exist.
+        OptionError: the directory does not exist, or nothing may be written there.
     """
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise OptionError(f"{flag}: {path.parent}: no such directory")
+    if path.is_dir():
+        raise OptionError(f"{flag}: {path} is a directory")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise OptionError(f"{flag}: {path} cannot be written")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ringserve.bench.http_client import Endpoint
-from ringserve.bench.load_options import add_load_arguments, read_load_options
+from ringserve.bench.load_options import add_load_arguments, api_key, read_load_options
 from ringserve.bench.measure import Run, ServerUnusable, find_model, measure
 from ringserve.bench.plot import check_plot, plot
 from ringserve.bench.processes import ProcessTree, find_server
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--url", default="http://127.0.0.1:8000/v1", help="the API's base (default: %(default)s)")
     add("--model", metavar="NAME", help="default: the first one that the server lists")
-    add("--api-key", metavar="KEY", help="if the server asks for one")
+    add("--api-key", type=api_key, metavar="KEY", help="if the server asks for one")
     add("--wait", type=float, default=0.0, metavar="SECONDS", help="for the server to get ready")
     add("--server-pid", type=int, metavar="PID", help="the local server's top process, where its port does not tell")
     add_load_arguments(parser)
@@ -44,6 +44,12 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     check_writable(given.json, "--json")
     check_writable(given.plot, "--plot")
     check_plot(given.plot)
+    if not given.wait >= 0:
+        raise OptionError(f"--wait: {given.wait} is not 0 or above")
+    if given.save_raw and given.json is None:
+        raise OptionError("--save-raw: needs --json")
+    if given.server_pid is not None and not Path(f"/proc/{given.server_pid}/stat").exists():
+        raise OptionError(f"--server-pid: there is no process {given.server_pid}")
     options = read_load_options(given, keep_records=given.save_raw)
     try:
         endpoint = Endpoint.parse(given.url, given.api_key)

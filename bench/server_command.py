@@ -19,6 +19,18 @@ from ringserve.bench.measure import ServerUnusable, find_model
 from ringserve.bench.processes import ProcessTree
 
 
+def split_command(text: str) -> list[str]:
+    """As a shell would, without its other powers.
+
+    Raises:
+        ValueError: an open quotation mark, or no port to listen on.
+    """
+    words = shlex.split(text)
+    if "{port}" not in text:
+        raise ValueError(f"{text!r} has no {{port}} to listen on")
+    return words
+
+
 class CommandServer:
     """Runs ``command`` in a process group of its own; ``{port}`` in it becomes a free port.
 
@@ -27,7 +39,7 @@ class CommandServer:
     """
 
     def __init__(self, command: str | Sequence[str], api_key: str | None = None) -> None:
-        words = shlex.split(command) if isinstance(command, str) else list(command)
+        words = split_command(command) if isinstance(command, str) else list(command)
         port = free_port()
         self.endpoint = Endpoint.parse(f"http://127.0.0.1:{port}/v1", api_key)
         # closed by stop(): it outlives this call

@@ -1,4 +1,4 @@
-"""``ringserve bench startup``: from ``exec`` to ready, and to the first token of a one-token chat answer.
+"""``ringserve bench startup``: from ``exec`` to ready, and to the first token of an answer of one token.
 
 Each run starts a server anew. The first one fills the page cache and is not counted.
 """
@@ -15,13 +15,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ringserve.bench.bodies import BodyBuilder
+from ringserve.bench.bodies import Api, BodyBuilder
 from ringserve.bench.measure import ServerUnusable, ask_once
 from ringserve.bench.metrics import percentile
 from ringserve.bench.processes import machine_cpu_seconds
 from ringserve.bench.prompts import Job, Turn
 from ringserve.bench.report import check_writable, document, write_json
-from ringserve.bench.server_command import CommandServer
+from ringserve.bench.server_command import CommandServer, split_command
 from ringserve.bench.system_use import NOTEWORTHY_CORES
 from ringserve.options import OptionError
 
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command", metavar="COMMAND", help="server to start, with {port} in it (default: ringserve serve)"
     )
+    parser.add_argument("--api", choices=("completions", "chat"), default="chat", help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="counted ones (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, the machine and the versions")
@@ -56,15 +57,20 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     if given.runs < 1:
         raise OptionError(f"--runs: {given.runs} is below 1")
-    if given.command is not None and "{port}" not in given.command:
-        raise OptionError(f"--command: {given.command!r} has no {{port}} to listen on")
+    if given.command is not None:
+        try:
+            split_command(given.command)
+        except ValueError as error:
+            raise OptionError(f"--command: {error}") from None
+    if not given.start_timeout > 0:
+        raise OptionError(f"--start-timeout: {given.start_timeout} is not above 0")
     check_writable(given.json, "--json")
     console = Console()
     starts: list[Start] = []
     status = 0
     try:
         for number in range(given.runs + 1):
-            start = one_start(given.command or OURS, given.start_timeout)
+            start = one_start(given.command or OURS, given.start_timeout, given.api)
             counted = "" if number else " (not counted)"
             console.print(
                 f"ready after {start.ready:.2f} s, first token after {start.first_token:.2f} s{counted}",
@@ -85,7 +91,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     return status
 
 
-def one_start(command: str | Sequence[str], timeout: float) -> Start:
+def one_start(command: str | Sequence[str], timeout: float, api: Api = "chat") -> Start:
     """Start, ask for one token, end.
 
     Raises:
@@ -95,7 +101,7 @@ def one_start(command: str | Sequence[str], timeout: float) -> Start:
     with CommandServer(command) as server:
         model = server.wait_until_ready(timeout)
         ready = time.perf_counter()
-        answer = ask_once(server.endpoint, BodyBuilder("chat", model), Job((Turn("Hello", 1),)), timeout)
+        answer = ask_once(server.endpoint, BodyBuilder(api, model), Job((Turn("Hello", 1),)), timeout)
         if answer.failure is not None:
             raise ServerUnusable(f"{answer.failure.kind}: {answer.failure.message}\n{server.last_output()}")
         used = server.tree.cpu_seconds()

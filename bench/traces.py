@@ -8,10 +8,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from ringserve.bench.lengths import LONGEST
 from ringserve.bench.prompts import DatasetError, Job, Turn, Units
 
 MOONCAKE_BLOCK = 512
@@ -33,8 +34,8 @@ class Arrival:
 class _MooncakeLine(msgspec.Struct):
     timestamp: float
     """Milliseconds."""
-    input_length: int
-    output_length: int
+    input_length: Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
     hash_ids: tuple[int, ...] = ()
 
 
@@ -67,10 +68,12 @@ def read_azure(path: Path) -> list[Arrival]:
         DatasetError: unreadable, or a row of another form.
     """
     found = []
-    for number, row in enumerate(csv.DictReader(_lines(path)), 2):
+    for number, row in _rows(path):
         try:
             moment = datetime.datetime.fromisoformat(row["TIMESTAMP"].strip())
             lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            if not (0 <= lengths[0] <= LONGEST and 0 <= lengths[1] <= LONGEST):
+                raise ValueError("no lengths of a request")
         except (KeyError, ValueError, AttributeError, TypeError):
             raise DatasetError(f"{path}, line {number}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens") from None
         found.append(Arrival(moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp(), *lengths))
@@ -96,7 +99,7 @@ class Trace:
             DatasetError: see ``read_mooncake`` and ``read_azure``.
         """
         for index, arrival in enumerate(self.arrivals()):
-            length = min(arrival.prompt_tokens, self.max_prompt_tokens or arrival.prompt_tokens)
+            length = max(1, min(arrival.prompt_tokens, self.max_prompt_tokens or arrival.prompt_tokens))
             units: list[int] = []
             for block in arrival.blocks:
                 if len(units) >= length:
@@ -105,12 +108,22 @@ class Trace:
             if len(units) < length:
                 units += self.units.draw(random.Random(f"{seed} request {index}"), length - len(units))
             output = min(arrival.output_tokens, self.max_output_tokens or arrival.output_tokens)
-            turn = Turn(self.units.prompt(units[: max(1, length)]), max(1, output))
+            turn = Turn(self.units.prompt(units[:length]), max(1, output))
             yield Job((turn,), at=arrival.at / self.speed)
 
     def arrivals(self) -> list[Arrival]:
         """The trace's lines."""
         return read_mooncake(self.path) if self.form == "mooncake" else read_azure(self.path)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line number, row)"""
+    reader = csv.DictReader(_lines(path))
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise DatasetError(f"{path}, line {reader.reader.line_num}: not CSV: {error}") from None
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Where the KV pool's memory comes from: numpy on CPUs, CuPy on GPUs, behind one small interface.
 
-Storage is always a plain unsigned integer or float type that both array libraries know (bfloat16 is kept as its bits in
-uint16), so that DLPack works everywhere; torch puts the meaning on with ``Tensor.view(dtype)``. CuPy is imported only
-where a GPU is asked for. This module knows no page and no layer.
+Storage is always a plain integer or float type that both array libraries know (bfloat16 is kept as its bits), so that
+DLPack works everywhere; torch puts the meaning on with ``Tensor.view(dtype)``. CuPy is imported only where a GPU is
+asked for. This module knows no page and no layer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-KVDType = Literal["float32", "bfloat16"]
+KVDType = Literal["float32", "float16", "bfloat16", "int8", "float8"]
+"""float8 is e4m3fn, kept as its bits (``kernels/gpu/kv_format.py``)."""
 
 ALIGNMENT = 4096
 """Bytes. A memory page: more than any vector load, or Triton's 16-byte assumption, asks for."""
 
 _STORAGE: dict[KVDType, tuple[np.dtype[Any], torch.dtype]] = {
     "float32": (np.dtype(np.float32), torch.float32),
+    "float16": (np.dtype(np.uint16), torch.float16),
     "bfloat16": (np.dtype(np.uint16), torch.bfloat16),
+    "int8": (np.dtype(np.uint8), torch.int8),
+    "float8": (np.dtype(np.uint8), torch.uint8),
 }
 
 
@@ -34,6 +38,11 @@ def torch_dtype(dtype: KVDType) -> torch.dtype:
     return _STORAGE[dtype][1]
 
 
+def has_scales(dtype: KVDType) -> bool:
+    """Whether each token and head has a float32 scale beside its elements."""
+    return dtype in ("int8", "float8")
+
+
 class ArrayNamespace(Protocol):
     """A device's memory, as the pool needs it."""
 
@@ -43,6 +52,10 @@ class ArrayNamespace(Protocol):
 
     def allocate(self, num_elements: int, dtype: np.dtype[Any]) -> Any:
         """A flat, aligned, uninitialised array. Raises MemoryError where the device has not that much."""
+
+    def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """Uninitialised uint8 memory of the host that the device can copy from and to on its own (pinned, for GPUs).
+        Raises MemoryError where the host has not that much."""
 
     def to_torch(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as a torch tensor of ``dtype`` (of the same element size); nothing is copied."""
@@ -60,6 +73,9 @@ class NumpyNamespace:
         raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         return raw[offset : offset + num_bytes].view(dtype)
+
+    def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        return self.allocate(num_bytes, np.dtype(np.uint8))
 
     def to_torch(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array).view(dtype)
@@ -85,6 +101,13 @@ class CupyNamespace:
                 return cupy.empty(num_elements, dtype=dtype)
             except cupy.cuda.memory.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from error
+
+    def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        try:
+            pinned: np.ndarray[Any, Any] = import_module("cupyx").empty_pinned(num_bytes, dtype=np.uint8)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{num_bytes} bytes of pinned host memory: {error}") from error
+        return pinned
 
     def to_torch(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)

@@ -109,7 +109,7 @@ class ChatRenderer:
         template = self._templates.get("default")
         if template is None:
             raise ChatTemplateError(
-                "The model has no chat template: start the server with --chat-template FILE, or use /v1/completions."
+                "The model has no chat template: give one (--chat-template FILE), or complete plain text instead."
             )
         return template
 

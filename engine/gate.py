@@ -50,12 +50,13 @@ class Gate:
 
     def predict(self, sequence: Sequence) -> Prediction | None:
         """When a sequence that waits, or is about to, will be served."""
-        cached = self._residents.prefixes.lookup(sequence) or []
+        prefixes = self._residents.prefixes
+        cached = prefixes.lookup(sequence) or []
         return self._predictor.predict(
             sequence.request,
             self._residents.running,
             self._waiting.ahead_of(sequence),
-            len(cached) * self._residents.kv.page_size,
+            prefixes.num_cached(sequence, cached),
         )
 
     def overdue(self, now_ns: int) -> Collection[tuple[Request, RequestRefused]]:

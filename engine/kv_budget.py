@@ -1,7 +1,7 @@
-"""How many KV pages a CPU gets.
+"""How many KV pages a device gets.
 
-Default: what ``max_num_seqs`` sequences of ``max_model_len`` need, at most 4 GiB and a quarter of the memory that is
-left to this process. Knows numbers only.
+CPUs, by default: what ``max_num_seqs`` sequences of ``max_model_len`` need, at most 4 GiB and a quarter of the memory
+that is left to this process. GPUs: what weights and warm-up have left of a part of the memory. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -58,6 +58,21 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
                     used -= int(value)
         free = min(free, int(text) - used)
     return max(free, 0)
+
+
+def device_kv_memory(total_bytes: int, free_bytes: int, utilization: float) -> int:
+    """Bytes for a GPU's KV pool, so that ``utilization`` of its memory is in use, by this process and others together.
+
+    ``free_bytes`` as the driver says after the weights were loaded and the largest step was run once.
+    """
+    in_use = total_bytes - free_bytes
+    memory = int(total_bytes * utilization) - in_use
+    if memory <= 0:
+        raise ModelError(
+            f"no GPU memory is left for the KV cache: {in_use} of {total_bytes} bytes are in use after loading the "
+            f"model; raise --gpu-memory-utilization above {utilization:g}, or take a smaller model"
+        )
+    return memory
 
 
 def check_page_size(page_size: int) -> int:

@@ -105,6 +105,38 @@ class KVManager:
         """What a page holds, where that is known."""
         return self._cache.key_of(page)
 
+    def page_of(self, key: PageKey) -> int | None:
+        """The page with these contents, held or idle."""
+        return self._cache.page_of(key)
+
+    def take_over(self, page: int) -> None:
+        """The one table that holds a page goes on writing in it: its contents are no longer what was remembered."""
+        if self._references[page] != 1:
+            raise ValueError(f"page {page} has {self._references[page]} holders, not one who may write")
+        self._cache.forget(page)
+
+    def keep(self, keys: Iterable[PageKey]) -> None:
+        """Idle pages with these keys are given out last, until ``let_go``."""
+        self._cache.keep(keys)
+
+    def let_go(self, keys: Iterable[PageKey]) -> None:
+        """Undo a ``keep``. Pages that are not full can be of no use to anybody else and are free at once."""
+        for page in self._cache.let_go(keys):
+            key = self._cache.key_of(page)
+            if key is not None and len(key[1]) < 4 * self.page_size:
+                self._cache.revive(page)
+                self._cache.forget(page)
+                self._free.append(page)
+
+    @property
+    def num_kept(self) -> int:
+        """Different keys that are to be kept, whether or not a page with them is here."""
+        return len(self._cache.kept_keys())
+
+    def kept_keys(self) -> Counter[PageKey]:
+        """What is to be kept, and how often that was said."""
+        return self._cache.kept_keys()
+
     def release(self, table: list[int]) -> None:
         """Give back every page of ``table`` and empty it. Of idle pages, those at the table's end are given up first:
         a page is of no use without those before it."""

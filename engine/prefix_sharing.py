@@ -17,13 +17,15 @@ from collections.abc import Iterable
 from ringserve.engine.kv_manager import KVManager
 from ringserve.engine.page_cache import PageKey, digest_after, first_digest
 from ringserve.engine.sequence import Sequence
+from ringserve.engine.sessions import Sessions
 
 
 class PrefixSharing:
     """The prefix cache as the scheduler uses it; with ``enabled`` false nothing is ever found."""
 
-    def __init__(self, kv: KVManager, enabled: bool) -> None:
+    def __init__(self, kv: KVManager, enabled: bool, sessions: Sessions) -> None:
         self._kv = kv
+        self._sessions = sessions
         self.enabled = enabled
         self._computing: dict[PageKey, Sequence] = {}
         """Pages of prompts that running sequences have yet to compute, with the one that does."""
@@ -32,7 +34,11 @@ class PrefixSharing:
         self.num_hits = 0
 
     def lookup(self, sequence: Sequence) -> list[int] | None:
-        """Cached pages that ``sequence`` may start with; None while the next one is just being computed."""
+        """Cached pages that ``sequence`` may start with; None while the next one is just being computed.
+
+        ``num_cached`` says how many tokens they hold: the last one may be its session's and not full.
+        """
+        sequence.num_tail_tokens = 0
         if not self.enabled or sequence.sampling.prompt_logprobs >= 0:  # those need the logits of every token
             return []
         self._extend_keys(sequence)
@@ -41,13 +47,25 @@ class PrefixSharing:
         pages = self._kv.find(keys)
         if len(pages) < len(keys) and keys[len(pages)] in self._computing:
             return None
+        if sequence.request.session is not None and (tail := self._sessions.tail(sequence, len(pages))) is not None:
+            page, sequence.num_tail_tokens = tail
+            pages.append(page)
         return pages
 
+    def num_cached(self, sequence: Sequence, pages: list[int]) -> int:
+        """Tokens in the pages that ``lookup`` has just found for ``sequence``."""
+        tail = sequence.num_tail_tokens
+        return (len(pages) - 1) * self._kv.page_size + tail if tail else len(pages) * self._kv.page_size
+
     def start(self, sequence: Sequence, pages: list[int]) -> None:
-        """``sequence`` starts to run with these pages, which ``lookup`` found for it."""
-        num_tokens = len(pages) * self._kv.page_size
+        """``sequence`` starts to run with these pages, which ``lookup`` found for it and which it holds by now."""
+        num_tokens = self.num_cached(sequence, pages)
+        num_full = len(pages)
+        if sequence.num_tail_tokens:
+            num_full -= 1
+            self._kv.take_over(pages[-1])
         sequence.num_computed_tokens = num_tokens
-        sequence.num_registered_pages = len(pages)
+        sequence.num_registered_pages = num_full
         if not self.enabled:
             return
         num_prompt_tokens = sequence.request.num_prompt_tokens
@@ -56,7 +74,7 @@ class PrefixSharing:
             self.num_queries += num_prompt_tokens
             self.num_hits += sequence.num_cached_tokens
         self._extend_keys(sequence)
-        for key in sequence.page_keys[len(pages) :]:
+        for key in sequence.page_keys[num_full:]:
             self._computing.setdefault(key, sequence)
 
     def register(self, sequence: Sequence) -> None:
@@ -78,6 +96,12 @@ class PrefixSharing:
             if computing and computing.get(key) is sequence:
                 del computing[key]
         sequence.num_registered_pages = end
+
+    def end_of_turn(self, sequence: Sequence) -> None:
+        """A running sequence is over, and well: its session, if it has one, keeps its pages."""
+        if sequence.request.session is not None:
+            self.register(sequence)
+            self._sessions.keep(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """``sequence`` is about to give its pages back; whoever waits for one must compute it."""

@@ -115,6 +115,8 @@ class RequestBook:
     ) -> None:
         """End a sequence, wherever it is, with its last tokens."""
         if sequence.status is SequenceStatus.RUNNING:
+            if reason != "error":
+                self._residents.prefixes.end_of_turn(sequence)
             self._residents.leave(sequence)
         else:
             self._waiting.remove(sequence)

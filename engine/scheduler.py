@@ -34,6 +34,7 @@ from ringserve.engine.residents import Residents
 from ringserve.engine.scheduler_outputs import OutputBatch
 from ringserve.engine.scheduler_step import StepPlan, StepRecord, StepResult
 from ringserve.engine.sequence import Request, Sequence
+from ringserve.engine.sessions import Sessions
 from ringserve.engine.step_booking import book_step
 from ringserve.engine.step_message import step_message
 from ringserve.engine.step_planner import StepPlanner
@@ -47,6 +48,8 @@ from ringserve.messages import (
     ModelRunnerOutput,
     RequestRefused,
     SchedulerOutput,
+    SessionInfo,
+    SessionRef,
     StepTimes,
     TokenizedRequest,
     unpack_i32,
@@ -67,7 +70,8 @@ class Scheduler:
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
             raise ValueError("a scheduler needs at least one slot, one token per step and one step in flight")
         self._kv = KVManager(ready.num_pages, ready.page_size)
-        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching)
+        self._sessions = Sessions(self._kv, config)
+        self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching, self._sessions)
         self._residents = Residents(self._kv, self._prefixes, ready.max_num_seqs)
         self._running = self._residents.running
         self._waiting = make_policy(config)
@@ -150,6 +154,9 @@ class Scheduler:
             if refused is not None:
                 return refused
         self._next_arrival += len(sequences)
+        self._sessions.set_time(now_ns)
+        if request.session is not None:
+            self._sessions.touch(request.session)
         self._book.enter(request, sequences)
         return None
 
@@ -177,6 +184,7 @@ class Scheduler:
         """Plan the next step; None if there is nothing to compute now or enough steps are in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
+        self._sessions.set_time(now_ns)
         for request, refused in self._gate.overdue(now_ns):
             self._book.drop(request)
             self._refusals.append(refused)
@@ -200,6 +208,7 @@ class Scheduler:
             expected = self._in_flight[0].step_id if self._in_flight else "none"
             raise ValueError(f"the executor answered step {output.step_id}; the oldest in flight is {expected}")
         record = self._in_flight.popleft()
+        self._sessions.set_time(now_ns)
         self._num_steps += 1
         self._num_computed_tokens += record.shape.num_tokens
         self._step_times.observe(record.shape, self._executor_times.on_result(output))
@@ -222,6 +231,18 @@ class Scheduler:
         request_ids = frozenset([sequence.request.request_id for sequence in record.sequences])
         return StepResult(self.take_outputs(), times, request_ids)
 
+    # ---------------------------------------------------------------------------------------------- sessions
+
+    def list_sessions(self, owner: str, now_ns: int) -> tuple[SessionInfo, ...]:
+        """The sessions of one owner that are kept now."""
+        self._sessions.set_time(now_ns)
+        return self._sessions.of_owner(owner)
+
+    def drop_session(self, session: SessionRef, now_ns: int) -> bool:
+        """Keep its pages no longer; False if there is no such session."""
+        self._sessions.set_time(now_ns)
+        return self._sessions.drop(session)
+
     # ----------------------------------------------------------------------------------------------- looking
 
     def stats(self) -> EngineStats:
@@ -237,6 +258,7 @@ class Scheduler:
             num_computed_tokens=self._num_computed_tokens,
             num_prefix_queries=self._prefixes.num_queries,
             num_prefix_hits=self._prefixes.num_hits,
+            num_sessions=len(self._sessions),
             executor_busy_ns=self._executor_times.busy_ns,
             executor_idle_ns=self._executor_times.idle_ns,
             step_costs=model.costs.terms if model.is_fitted else (),
@@ -248,6 +270,7 @@ class Scheduler:
         return [
             *self._kv.check_integrity(sequence.block_table for sequence in running),
             *self._prefixes.check_integrity(running),
+            *self._sessions.check_integrity(),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
             *integrity.check_known([*running, *waiting]),

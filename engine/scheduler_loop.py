@@ -21,14 +21,18 @@ from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.messages import (
     Abort,
     CheckIntegrity,
+    DropSession,
     EngineStats,
     ExecutorMessage,
     ExecutorReady,
     IntegrityReport,
+    ListSessions,
     LoadProgress,
     ModelRunnerOutput,
     RequestRefused,
     SchedulerInbound,
+    SessionDropped,
+    SessionList,
     Started,
     StepTimes,
     TokenizedRequest,
@@ -85,6 +89,12 @@ class SchedulerActor:
                 self._broadcast(message)
             case CheckIntegrity():
                 self._tokenizers[source].send(self._integrity_report(message))
+            case ListSessions():
+                sessions = self._scheduler.list_sessions(message.owner, self._clock()) if self._scheduler else ()
+                self._tokenizers[source].send(SessionList(message.request_id, sessions))
+            case DropSession():
+                found = self._scheduler is not None and self._scheduler.drop_session(message.session, self._clock())
+                self._tokenizers[source].send(SessionDropped(message.request_id, found))
             case _:
                 assert_never(message)
 

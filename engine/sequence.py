@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ringserve.engine.page_cache import PageKey
-from ringserve.messages import SamplingParams, TokenizedRequest, unpack_i32
+from ringserve.messages import SamplingParams, SessionRef, TokenizedRequest, unpack_i32
 
 
 class SequenceStatus(enum.Enum):
@@ -65,6 +65,8 @@ class Request:
     n: int = 1
     is_resumed: bool = False
     """It entered with tokens generated before."""
+    session: SessionRef | None = None
+    """The conversation that it is a turn of."""
     live: dict[int, Sequence] = field(default_factory=dict)
     """The choices that are not over."""
 
@@ -99,6 +101,7 @@ class Request:
             priority=message.priority,
             tenant=message.tenant,
             cache_salt=message.cache_salt,
+            session=message.session,
             n=message.n,
             is_resumed=bool(message.resumed),
             due_ns=message.targets.due_ns,
@@ -146,6 +149,8 @@ class Sequence:
     """Names of the full pages of its tokens, as far as anybody asked."""
     num_registered_pages: int = 0
     """Pages at the head of the block table that the prefix cache has been told of (or that came from it)."""
+    num_tail_tokens: int = 0
+    """Of the cached pages that were found for it last: tokens in the last one, where that is not full; else 0."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when it first started."""
 

@@ -124,7 +124,7 @@ class StepPlanner:
             cached = self._residents.prefixes.lookup(sequence)
             if cached is None:
                 return
-            num_cached = len(cached) * self._kv.page_size
+            num_cached = self._residents.prefixes.num_cached(sequence, cached)
             if plan.chunks is not None and plan.chunks.limit(num_cached) == 0:
                 return  # before anybody is thrown out for it
             if not self._make_room(sequence, cached, plan):

@@ -36,12 +36,16 @@ from ringserve.messages import (
     CheckIntegrity,
     DetokenizeRequest,
     DetokenizeResult,
+    DropSession,
     ExecutorReady,
     GenerateRequest,
     IntegrityReport,
+    ListSessions,
     LoadProgress,
     Prompt,
     RequestRefused,
+    SessionDropped,
+    SessionList,
     Started,
     StartFailed,
     TextPrompt,
@@ -146,7 +150,11 @@ class TokenizerActor:
                 self._on_detokenize(message, source)
             case CheckIntegrity(request_id=request_id):
                 self._lanes.then(source, lambda: self._scheduler.send(CheckIntegrity(request_id, len(self._requests))))
-            case IntegrityReport(request_id=request_id):
+            case ListSessions() | DropSession():
+                self._lanes.then(source, lambda: self._scheduler.send(message))  # behind the requests before it
+            case IntegrityReport(request_id=request_id) | SessionList(request_id=request_id):
+                self._answer(request_id, message)
+            case SessionDropped(request_id=request_id):
                 self._answer(request_id, message)
             case _:
                 raise TypeError(f"unexpected message {type(message).__name__} from {source}")

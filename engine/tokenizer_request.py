@@ -96,6 +96,7 @@ class RequestAdmission:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             targets=request.targets,
+            session=request.session,
         )
         return AdmittedRequest(
             prompt=prompt,

@@ -11,6 +11,7 @@ from ringserve.frontend.errors import ApiError, ClientGone
 from ringserve.frontend.json_response import on_api_error, on_client_gone, on_exception, on_http_exception
 from ringserve.frontend.routes_generate import GenerateRoutes
 from ringserve.frontend.routes_server import ServerRoutes
+from ringserve.frontend.routes_sessions import SessionRoutes
 from ringserve.frontend.routes_tokens import TokenRoutes
 from ringserve.frontend.service import Service
 
@@ -18,11 +19,14 @@ from ringserve.frontend.service import Service
 def build_app(service: Service) -> Edge:
     """The ASGI application."""
     generate, tokens, server = GenerateRoutes(service), TokenRoutes(service), ServerRoutes(service)
+    sessions = SessionRoutes(service)
     routes = [
         Route("/v1/chat/completions", generate.chat, methods=["POST"]),
         Route("/v1/completions", generate.completion, methods=["POST"]),
         Route("/v1/models", server.models, methods=["GET"]),
         Route("/v1/models/{model:path}", server.model, methods=["GET"]),
+        Route("/v1/sessions", sessions.list, methods=["GET"]),
+        Route("/v1/sessions/{session:path}", sessions.drop, methods=["DELETE"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", server.health, methods=["GET"]),

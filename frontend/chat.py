@@ -43,6 +43,8 @@ def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
         raise invalid(f"{name} must not hold integers of more than 64 bits.", name) from None
     except RecursionError:
         raise invalid(f"{name} is nested too deeply.", name) from None
+    except TypeError as error:  # offline only: JSON holds nothing of the kind
+        raise invalid(f"{name}: {error}", name) from None
     return kwargs
 
 

@@ -25,17 +25,23 @@ from ringserve.messages import (
     CheckIntegrity,
     DetokenizeRequest,
     DetokenizeResult,
+    DropSession,
     ExecutorReady,
     FrontendInbound,
     FrontendMessage,
     GenerateRequest,
     IntegrityReport,
+    ListSessions,
     LoadProgress,
     OutputParams,
     Prompt,
     RequestRefused,
     SamplingParams,
     ServiceTargets,
+    SessionDropped,
+    SessionInfo,
+    SessionList,
+    SessionRef,
     TextFinish,
     TextOutputs,
     TextStart,
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Reply = TokenizeResult | DetokenizeResult | IntegrityReport
+Reply = TokenizeResult | DetokenizeResult | IntegrityReport | SessionList | SessionDropped
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Plan:
     cache_salt: str = ""
     tenant: str = ""
     targets: ServiceTargets = NO_TARGETS
+    session: SessionRef | None = None
 
 
 @dataclass(eq=False)
@@ -133,6 +140,7 @@ class Dispatcher:
                 cache_salt=plan.cache_salt,
                 tenant=plan.tenant,
                 targets=plan.targets,
+                session=plan.session,
             )
             self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))
@@ -182,6 +190,19 @@ class Dispatcher:
         assert isinstance(reply, IntegrityReport)
         return reply
 
+    async def list_sessions(self, owner: str) -> tuple[SessionInfo, ...]:
+        request_id = self._journal.new_id()
+        reply = await self._ask(request_id, ListSessions(request_id, owner))
+        assert isinstance(reply, SessionList)
+        return reply.sessions
+
+    async def drop_session(self, session: SessionRef) -> bool:
+        """False if there is no such session."""
+        request_id = self._journal.new_id()
+        reply = await self._ask(request_id, DropSession(request_id, session))
+        assert isinstance(reply, SessionDropped)
+        return reply.found
+
     def statistics(self) -> dict[str, int]:
         """What is held; all zero when nothing is in flight."""
         return {
@@ -224,7 +245,7 @@ class Dispatcher:
                 self._on_text_outputs(message)
             case RequestRefused():
                 self._on_refused(message)
-            case TokenizeResult() | DetokenizeResult() | IntegrityReport():
+            case TokenizeResult() | DetokenizeResult() | IntegrityReport() | SessionList() | SessionDropped():
                 self._on_reply(message.request_id, message)
             case LoadProgress():
                 self.progress = message

@@ -56,6 +56,7 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Sequences being computed.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences waiting to be computed.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
+        self._sessions = self._gauge("ringserve_sessions", "Conversations whose pages are kept.")
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions.")
         self._prefix_queries = self._counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
@@ -160,6 +161,9 @@ class Metrics:
         labels = ("block_size", "num_gpu_blocks", "cache_dtype")
         config = Gauge("vllm:cache_config_info", "KV cache.", (*_LABELS, *labels), registry=self._registry)
         config.labels(*self._values, str(ready.page_size), str(ready.num_pages), ready.kv_dtype).set(1)
+        limits = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        engine = Gauge("ringserve_engine_info", "Sizes.", (*_LABELS, *limits), registry=self._registry)
+        engine.labels(*self._values, *(str(getattr(ready, name)) for name in limits)).set(1)
 
     def render(self) -> bytes:
         """The text exposition."""
@@ -190,6 +194,7 @@ class Metrics:
         if last is None or stats.num_steps < last.num_steps:  # the first ones, or the scheduler is a new one
             last = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
         self._running.set(stats.num_running)
+        self._sessions.set(stats.num_sessions)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(1 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0)
         self._preemptions.inc(max(0, stats.num_preemptions - last.num_preemptions))

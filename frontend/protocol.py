@@ -49,6 +49,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     target_ttft_ms: float | None = None
     target_tpot_ms: float | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     user: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None

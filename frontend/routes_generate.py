@@ -13,6 +13,7 @@ from ringserve.frontend.errors import invalid
 from ringserve.frontend.generation import AnswerHead, Generation
 from ringserve.frontend.parsing import read_struct
 from ringserve.frontend.protocol import ChatCompletionBody, CompletionBody, GenerationBody
+from ringserve.frontend.routes_sessions import session_ref
 from ringserve.frontend.service import Service
 from ringserve.frontend.targets import service_targets
 
@@ -43,6 +44,7 @@ class GenerateRoutes:
             cache_salt=validation.cache_salt(body),
             tenant=validation.tenant(body, exchange_of(request.scope).tenant),
             targets=service_targets(body, exchange_of(request.scope).received_ns),
+            session=session_ref(body, request),
         )
         options = AnswerOptions(logprobs, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "chatcmpl", ChatFormat(options))
@@ -70,6 +72,7 @@ class GenerateRoutes:
             cache_salt=validation.cache_salt(body),
             tenant=validation.tenant(body, exchange_of(request.scope).tenant),
             targets=service_targets(body, exchange_of(request.scope).received_ns),
+            session=session_ref(body, request),
         )
         options = AnswerOptions(logprobs, echo=echo, token_ids=bool(body.return_token_ids))
         return self._generation(request, body, plan, "cmpl", CompletionFormat(options))

@@ -139,8 +139,8 @@ class Mailbox:
         self.senders = senders
         self.peers = peers
         self._receivers = receivers
-        self._consumers = [receiver.consumer for receiver in receivers.values()]
-        self._producers = [sender.producer for sender in senders.values()]
+        self._consumers = tuple([receiver.consumer for receiver in receivers.values()])
+        self._producers = tuple([sender.producer for sender in senders.values()])
 
     def greet(self) -> None:
         """Tell all peers that this process is up."""

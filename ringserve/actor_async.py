@@ -105,4 +105,5 @@ class AsyncDriver:
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():
+            self._loop.remove_reader(self._mailbox.doorbell.fileno())  # nobody drains any more: it may stay readable
             self._failure.set_exception(error)

@@ -19,6 +19,7 @@ _EPILOG = """examples:
   ringserve serve Qwen/Qwen2.5-0.5B-Instruct      a hub id
   ringserve chat                                  talk to the server on 127.0.0.1:8000
   ringserve bench serve --concurrency 8           load it and measure
+  ringserve simulate --calibrate 127.0.0.1:8000   what other loads and policies would see there
 """
 
 
@@ -72,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's own")
     chat.add_argument("-q", "--quick", metavar="TEXT", help="send one message, print the answer, and leave")
     bench.add_parser(commands)
+    commands.add_parser("simulate", help="what a load would see: the same scheduler, modelled step times, no waiting")
     return parser
 
 
@@ -84,12 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = build_parser()
-    namespace, unknown = parser.parse_known_args(arguments)
-    given = vars(namespace)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(unknown[0])}")
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if words[:1] == ["simulate"]:  # its options are its own: reading them here would slow all commands
+            from ringserve.simulate.command import run
+
+            return run(words[1:])
+        parser = build_parser()
+        namespace, unknown = parser.parse_known_args(words)
+        given = vars(namespace)
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(unknown[0])}")
         command = given.pop("command")
         if command == "bench":
             return bench.run(namespace)

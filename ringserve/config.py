@@ -125,6 +125,24 @@ class SchedulerConfig(_Group, frozen=True):
     enable_prefix_caching: Annotated[
         bool, Meta(description="Reuse the keys and values of prompts that begin like one computed before.")
     ] = True
+    session_ttl: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e8,
+            description="Seconds that the keys and values of a conversation (session_id) are kept for its next turn; "
+            "0: sessions are not kept.",
+        ),
+    ] = 600.0
+    session_pool_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the KV cache that sessions may keep, 0 to 1. Running requests get these pages, too, "
+            "when there are no others.",
+        ),
+    ] = 0.5
     kv_reservation: Annotated[
         Literal["prompt", "sequence"],
         Meta(
@@ -224,7 +242,7 @@ class TransportConfig(_Group, frozen=True):
     transport: Annotated[
         Literal["auto", "ring", "socket"],
         Meta(
-            description="ring: shared memory (needs the C extension); socket: SOCK_SEQPACKET; "
+            description="ring: shared memory (needs the C extension); socket: a pair of Unix sockets; "
             "auto: ring where it can be built."
         ),
     ] = "auto"

@@ -120,6 +120,28 @@ class ServiceTargets(Part, frozen=True):
 NO_TARGETS = ServiceTargets()
 
 
+class SessionRef(Part, frozen=True):
+    """A conversation whose pages are kept from turn to turn."""
+
+    owner: str
+    """Who alone may use, list and drop it: the name of the key that it came with, or what a header says."""
+    session_id: str
+
+
+class SessionInfo(Part, frozen=True):
+    """What is kept of a session."""
+
+    session_id: str
+    num_tokens: int
+    """A next turn that begins with them does not compute them again."""
+    num_pages: int
+    age_ns: int
+    """Since its first turn ended."""
+    idle_ns: int
+    """Since it was used last."""
+    expires_in_ns: int
+
+
 class ChatPrompt(Message, frozen=True):
     """A conversation that the tokenizer process renders with the model's chat template."""
 
@@ -216,6 +238,7 @@ class EngineStats(Part, frozen=True):
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
+    num_sessions: int = 0
     executor_busy_ns: int = 0
     """The executor computed steps."""
     executor_idle_ns: int = 0
@@ -275,6 +298,7 @@ class GenerateRequest(Message, frozen=True):
     tenant: str = ""
     """On whose account it runs."""
     targets: ServiceTargets = NO_TARGETS
+    session: SessionRef | None = None
 
 
 class TokenizeRequest(Message, frozen=True):
@@ -308,6 +332,20 @@ class CheckIntegrity(Message, frozen=True):
     """Requests the tokenizer process still holds."""
 
 
+class ListSessions(Message, frozen=True):
+    """Answered by the scheduler with SessionList."""
+
+    request_id: int
+    owner: str
+
+
+class DropSession(Message, frozen=True):
+    """Keep a session no longer. Answered by the scheduler with SessionDropped."""
+
+    request_id: int
+    session: SessionRef
+
+
 class TokenizedRequest(Message, frozen=True):
     """A request as the scheduler sees it: ids and numbers only."""
 
@@ -325,10 +363,13 @@ class TokenizedRequest(Message, frozen=True):
     cache_salt: str = ""
     tenant: str = ""
     targets: ServiceTargets = NO_TARGETS
+    session: SessionRef | None = None
 
 
-FrontendMessage = GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity
-SchedulerInbound = TokenizedRequest | Abort | CheckIntegrity
+FrontendMessage = (
+    GenerateRequest | TokenizeRequest | DetokenizeRequest | Abort | CheckIntegrity | ListSessions | DropSession
+)
+SchedulerInbound = TokenizedRequest | Abort | CheckIntegrity | ListSessions | DropSession
 
 # ------------------------------------------------------------------------------------ scheduler -> executor
 
@@ -496,7 +537,23 @@ class IntegrityReport(Message, frozen=True):
     num_free_slots: int
 
 
-SchedulerMessage = TokenOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport
+class SessionList(Message, frozen=True):
+    """Answer to ListSessions."""
+
+    request_id: int
+    sessions: tuple[SessionInfo, ...]
+
+
+class SessionDropped(Message, frozen=True):
+    """Answer to DropSession."""
+
+    request_id: int
+    found: bool
+
+
+SchedulerMessage = (
+    TokenOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport | SessionList | SessionDropped
+)
 
 
 class CandidateLogprob(Part, frozen=True):
@@ -605,7 +662,15 @@ class DetokenizeResult(Message, frozen=True):
 
 
 FrontendInbound = (
-    TextOutputs | RequestRefused | ExecutorReady | LoadProgress | IntegrityReport | TokenizeResult | DetokenizeResult
+    TextOutputs
+    | RequestRefused
+    | ExecutorReady
+    | LoadProgress
+    | IntegrityReport
+    | SessionList
+    | SessionDropped
+    | TokenizeResult
+    | DetokenizeResult
 )
 
 # --------------------------------------------------------------------------------------- child -> supervisor

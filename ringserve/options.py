@@ -96,12 +96,12 @@ def _unwrap(annotation: Any) -> tuple[Any, bool, bool, tuple[str, ...]]:
     return annotation, False, False, ()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every option to ``parser``, grouped. Absent ones leave nothing in the namespace."""
+def add_arguments(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
+    """Add every option to ``parser``, or those of some groups. Absent ones leave nothing in the namespace."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options():
-        if option.name == "model":
-            continue  # the positional argument
+        if option.name == "model" or (only is not None and option.group not in only):
+            continue  # the model is the positional argument
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.title)
         add = groups[option.group].add_argument
@@ -127,7 +127,7 @@ def _default_text(option: Option) -> str:
 
 
 def _metavar(option: Option) -> str:
-    if option.name.endswith("_price"):
+    if option.name.endswith(("_price", "_share")):
         return "NUMBER"
     if option.name.endswith("_ms"):
         return "MILLISECONDS"

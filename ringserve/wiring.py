@@ -110,7 +110,9 @@ class Wiring:
 
     def __init__(self, config: ServeConfig) -> None:
         names = sorted({name for edge in EDGES for name in edge})
-        self.doorbells: dict[str, DoorbellHandle] = {name: create_doorbell(name) for name in names}
+        self.doorbells: dict[str, DoorbellHandle] = {
+            name: create_doorbell(name, transport=config.transport.transport) for name in names
+        }
         self._channels: dict[tuple[str, str], ChannelHandle] = {}
         self._spin_us = worthwhile_spin(config.transport.ring_spin_us, len(names))
         for left, right in EDGES:

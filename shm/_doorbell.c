@@ -180,8 +180,7 @@ static PyObject *bell_disarm(Bell *bell, PyObject *Py_UNUSED(ignored)) {
     Py_RETURN_NONE;
 }
 
-/* 1 if an end has something to do, 0 if not, -1 with an exception; adds to *progress. Ends of other transports answer
- * ready() and progress(). */
+/* 1 if an end has something to do, 0 if not, -1 with an exception; adds to *progress. */
 static int end_ready(PyObject *end, uint64_t *progress) {
     if (PyObject_TypeCheck(end, consumer_type)) {
         *progress += consumer_progress((RingConsumer *)end);
@@ -191,17 +190,8 @@ static int end_ready(PyObject *end, uint64_t *progress) {
         *progress += producer_progress((RingProducer *)end);
         return producer_ready((RingProducer *)end);
     }
-    PyObject *count = PyObject_CallMethod(end, "progress", NULL);
-    if (count == NULL)
-        return -1;
-    *progress += PyLong_AsUnsignedLongLong(count);
-    Py_DECREF(count);
-    PyObject *answer = PyErr_Occurred() ? NULL : PyObject_CallMethod(end, "ready", NULL);
-    if (answer == NULL)
-        return -1;
-    int ready = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return ready;
+    PyErr_SetString(PyExc_TypeError, "a doorbell for rings watches the ends of rings");
+    return -1;
 }
 
 static int any_ready(PyObject *ends, uint64_t *progress) {
@@ -239,14 +229,17 @@ static void relax(void) {
 #endif
 }
 
+static int look(PyObject *consumers, PyObject *producers, uint64_t *progress) {
+    int ready = any_ready(consumers, progress);
+    return ready != 0 ? ready : any_ready(producers, progress);
+}
+
 /* Look at the ends for a moment before falling asleep: still awake, so whoever comes need not ring. Never yields. */
 static int spin(Bell *bell, PyObject *consumers, PyObject *producers) {
     struct timespec start = now();
     uint64_t unused = 0;
     do {
-        int ready = any_ready(consumers, &unused);
-        if (ready == 0)
-            ready = any_ready(producers, &unused);
+        int ready = look(consumers, producers, &unused);
         if (ready != 0) {
             bell->spins += ready > 0;
             bell->vain_spins = 0;
@@ -300,17 +293,17 @@ static PyObject *bell_arm(Bell *bell, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO", &consumers, &producers) || bell_check(bell) < 0)
         return NULL;
     bell->arms++;
-    uint64_t progress = 0;
+    uint64_t progress = 0, unused = 0;
     int ready = 0;
     if (bell->spin_pause > 0)
         bell->spin_pause--;
     else if (bell->spin_ns > 0)
         ready = spin(bell, consumers, producers);
+    if (ready == 0) /* still awake: for what is there already nobody need ring */
+        ready = look(consumers, producers, &unused);
     if (ready == 0) {
         declare_asleep(bell);
-        if ((ready = any_ready(consumers, &progress)) == 0)
-            ready = any_ready(producers, &progress);
-        if (ready != 0)
+        if ((ready = look(consumers, producers, &progress)) != 0)
             STORE(WORD32(bell->page, BELL_ASLEEP), 0);
     }
     if (ready != 0)

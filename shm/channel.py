@@ -12,17 +12,17 @@ import socket
 from dataclasses import dataclass
 from typing import Literal
 
+from ringserve.shm.bell_page import PAGE_SIZE
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.doorbell import DoorbellHandle
-from ringserve.shm.fallback import PAGE_SIZE
 from ringserve.shm.observer import RingObserverEnd
 from ringserve.shm.roles import Consumer, Producer
+from ringserve.shm.socket_ends import SocketConsumer, SocketProducer, split_send_buffer
 from ringserve.shm.support import Transport, choose_transport
 
 MIN_CAPACITY = 64 * 1024
 MAX_CAPACITY = 1 << 30
 MAX_FRAME = 64 * 1024
-MAX_SEND_BUFFER = 104 * 1024  # half of the kernel's usual limit (net.core.wmem_max): see SocketProducer.close
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,23 @@ class RingCarrier:
 
 @dataclass(frozen=True)
 class SocketCarrier:
-    """One socket of a pair, and the eventfd by which the producer asks for space."""
+    """One socket of a pair, and what the kernel buffers between them."""
 
     end: Descriptor
-    want: Descriptor
     max_frame: int
+    send_buffer: int
 
     def open_producer(self, name: str, peer: DoorbellHandle) -> Producer:
-        from ringserve.shm.socket_ends import SocketProducer
-
-        return SocketProducer(name, self._socket(), os.dup(self.want.fileno()), peer.open_bell(), self.max_frame)
+        return SocketProducer(name, self._socket(), self.max_frame, self.send_buffer)
 
     def open_consumer(self, name: str, peer: DoorbellHandle) -> Consumer:
-        from ringserve.shm.socket_ends import SocketConsumer
-
-        return SocketConsumer(name, self._socket(), os.dup(self.want.fileno()), peer.open_bell(), self.max_frame)
+        return SocketConsumer(name, self._socket(), self.max_frame, peer.open_page())
 
     def _socket(self) -> socket.socket:
         return socket.socket(fileno=os.dup(self.end.fileno()))
 
     def close(self) -> None:
         self.end.close()
-        self.want.close()
 
 
 @dataclass(frozen=True)
@@ -145,13 +140,20 @@ def create_channel(
 ) -> ChannelHandle:
     """A new channel from the process of ``producer`` to the process of ``consumer`` (their doorbells).
 
-    ``capacity`` is a power of two from 64 KiB to 1 GiB, in bytes; a frame takes at most an eighth of it. Raises
-    TransportUnavailable, and OSError when there is no memory for it.
+    ``capacity`` is a power of two from 64 KiB to 1 GiB, in bytes; a frame takes at most an eighth of it. The doorbells
+    must be of the same transport; ``auto`` is theirs. Raises ValueError when they are not, TransportUnavailable, and
+    OSError when there is no memory for it.
     """
     if not MIN_CAPACITY <= capacity <= MAX_CAPACITY or capacity & (capacity - 1):
         raise ValueError(f"capacity must be a power of two from 64 KiB to 1 GiB, not {capacity}")
     max_frame = min(MAX_FRAME, capacity // 8)
-    chosen = choose_transport(transport)
+    chosen = producer.transport if transport == "auto" else choose_transport(transport)
+    for doorbell in (producer, consumer):
+        if doorbell.transport != chosen:
+            raise ValueError(
+                f"channel {name}: its transport is {chosen!r}, but the doorbell {doorbell.name!r} was made for "
+                f"{doorbell.transport!r}"
+            )
     sending: RingCarrier | SocketCarrier
     receiving: RingCarrier | SocketCarrier
     if chosen == "ring":
@@ -171,10 +173,9 @@ def _create_ring(name: str, capacity: int, max_frame: int) -> RingCarrier:
 
 
 def _create_socket_pair(capacity: int, max_frame: int) -> tuple[SocketCarrier, SocketCarrier]:
-    sending, receiving = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(capacity, MAX_SEND_BUFFER))
-    want = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+    sending, receiving = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    send_buffer = split_send_buffer(sending, capacity)
     return (
-        SocketCarrier(Descriptor(sending.detach()), want, max_frame),
-        SocketCarrier(Descriptor(receiving.detach()), want, max_frame),
+        SocketCarrier(Descriptor(sending.detach()), max_frame, send_buffer),
+        SocketCarrier(Descriptor(receiving.detach()), max_frame, send_buffer),
     )

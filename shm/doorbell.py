@@ -13,12 +13,14 @@ import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from ringserve.shm.bell_page import PAGE_SIZE, BellPage, format_bell
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
-from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell, format_bell
 from ringserve.shm.observer import DoorbellObserverEnd
 from ringserve.shm.roles import Consumer, Producer
-from ringserve.shm.support import bell_type
+from ringserve.shm.socket_bell import SocketBell
+from ringserve.shm.support import Transport, bell_type, choose_transport
 
 MAX_SPIN_US = 20
 """Longest spin before a sleep: about what a sleep and a wake-up across cores cost."""
@@ -48,7 +50,7 @@ class DoorbellStatistics:
     """How often something was there already when the process was about to sleep."""
     waits: int
     wakes: int
-    """How often the eventfd was found rung."""
+    """How often it was found rung."""
     spurious_wakes: int
     """Rings after which nothing was there."""
     spins: int
@@ -58,24 +60,30 @@ class DoorbellStatistics:
 class DoorbellHandle:
     """A doorbell as its creator and its neighbours see it. Goes to a child as an argument of a spawned Process."""
 
-    def __init__(self, name: str, page: Descriptor, event: Descriptor) -> None:
+    def __init__(self, name: str, transport: Literal["ring", "socket"], page: Descriptor, event: Descriptor) -> None:
         self.name = name
+        self.transport = transport
+        """Of the channels whose ends it may watch."""
         self._page = page
         self._event = event
-        self._bell: PurePythonBell | None = None
+        self._mapping: BellPage | None = None
 
     def filenos(self) -> tuple[int, int]:
         """The page's and the eventfd's descriptor."""
         return self._page.fileno(), self._event.fileno()
 
-    def open_bell(self) -> PurePythonBell:
-        """A new mapping of the page, with its own copy of the eventfd."""
-        return bell_type()(*self.filenos())
+    def open_bell(self) -> SocketBell:
+        """For the owner: a new mapping of the page, with its own copy of the eventfd."""
+        return bell_type(self.transport)(*self.filenos())
 
-    def _mapped(self) -> PurePythonBell:
-        if self._bell is None:
-            self._bell = self.open_bell()
-        return self._bell
+    def open_page(self) -> BellPage:
+        """For a neighbour: the same, but to look at and to ring."""
+        return BellPage(*self.filenos())
+
+    def _mapped(self) -> BellPage:
+        if self._mapping is None:
+            self._mapping = self.open_page()
+        return self._mapping
 
     def ring(self) -> None:
         """Wake the owner."""
@@ -101,27 +109,29 @@ class DoorbellHandle:
 
     def close(self) -> None:
         """Drop this process's descriptors. Attached objects have their own."""
-        if self._bell is not None:
-            self._bell.close()
-            self._bell = None
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
         self._page.close()
         self._event.close()
 
-    def __reduce__(self) -> tuple[type[DoorbellHandle], tuple[str, Descriptor, Descriptor]]:
-        return type(self), (self.name, self._page, self._event)
+    def __reduce__(self) -> tuple[type[DoorbellHandle], tuple[str, str, Descriptor, Descriptor]]:
+        return type(self), (self.name, self.transport, self._page, self._event)
 
 
-def create_doorbell(name: str) -> DoorbellHandle:
-    """A new doorbell for the process called ``name``."""
+def create_doorbell(name: str, *, transport: Transport = "auto") -> DoorbellHandle:
+    """A new doorbell for the process called ``name``, all of whose channels are of one transport. Raises
+    TransportUnavailable, and OSError when there is no memory for it."""
+    chosen = choose_transport(transport)
     page = Descriptor(create_sealed_memfd(f"ringserve-doorbell-{name}", PAGE_SIZE))
     format_bell(page.fileno())
-    return DoorbellHandle(name, page, Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
+    return DoorbellHandle(name, chosen, page, Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
 
 
 class Doorbell:
     """The owner's side. One for each process, used from one thread (``ring`` from any)."""
 
-    def __init__(self, name: str, bell: PurePythonBell) -> None:
+    def __init__(self, name: str, bell: SocketBell) -> None:
         self.name = name
         self._bell = bell
         bell.claim(os.getpid())
@@ -132,16 +142,18 @@ class Doorbell:
         return cls(handle.name, handle.open_bell())
 
     def fileno(self) -> int:
-        """The eventfd: readable when rung. For ``loop.add_reader``; remove the reader before ``close``."""
+        """Readable when rung: the eventfd, or for sockets an epoll that holds it. For ``loop.add_reader``; remove the
+        reader before ``close``."""
         return self._bell.fileno()
 
     def clear(self) -> None:
-        """Take the ring off the eventfd. Before draining, never after."""
+        """Take the ring off the descriptor. Before draining, never after."""
         self._bell.clear()
 
     def arm(self, consumers: Sequence[Consumer], producers: Sequence[Producer] = ()) -> bool:
-        """About to sleep. True: safe to block, whatever comes will ring. False: a consumer has something to drain, or
-        a producer that found no room has some now (or lost its peer); the doorbell is disarmed."""
+        """About to sleep. True: safe to block, whatever comes will ring; over sockets, so does what has come since the
+        ends were last looked at. False: a consumer has something to drain, or a producer that found no room has some
+        now (or lost its peer); the doorbell is disarmed. Only the ends given here ring it from now on."""
         return self._bell.arm(consumers, producers)
 
     def allow_spin(self, microseconds: int) -> None:

@@ -11,8 +11,8 @@ import os
 import struct
 from dataclasses import dataclass
 
+from ringserve.shm.bell_page import ASLEEP, COUNTERS, COUNTERS_FORMAT, HEARTBEAT_NS, PAGE_SIZE
 from ringserve.shm.descriptors import Descriptor
-from ringserve.shm.fallback import ASLEEP, COUNTERS, COUNTERS_FORMAT, HEARTBEAT_NS, PAGE_SIZE
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ class ProducerStatistics:
     full: int
     """How often there was no room."""
     doorbell_writes: int
+    """System calls that woke the consumer; over sockets all that may have: every send."""
     used: int
-    """Bytes put and not yet consumed, headers included."""
+    """Bytes put and not yet consumed, headers included (0 for sockets, which do not tell)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ConsumerStatistics:
     messages: int
     bytes: int
     doorbell_writes: int
-    """How often a producer that waited for space was woken."""
+    """How often a producer that waited for space was woken (0 for sockets: the kernel does that)."""
     used: int
     """Bytes published and not yet consumed, headers included."""
     high_water: int
@@ -60,7 +61,8 @@ class Producer(ABC):
     @abstractmethod
     def try_put(self, data: bytes | bytearray | memoryview, /) -> bool:
         """Put a message of one frame. False if there is no room now: then this process's doorbell will be rung when
-        there is (``arm`` takes the producers). Raises MessageTooLarge, ChannelClosed."""
+        there is (``arm`` takes the producers). Raises MessageTooLarge, and ChannelClosed: over sockets perhaps only
+        after the next ``flush``."""
 
     def put_nowait(self, data: bytes | bytearray | memoryview) -> None:
         """Put a message of at most ``max_payload`` bytes, whole or not at all; WouldBlock if there is no room.

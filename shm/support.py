@@ -7,8 +7,9 @@ import mmap
 from types import ModuleType
 from typing import Literal
 
+from ringserve.shm.bell_page import PAGE_SIZE
 from ringserve.shm.errors import TransportUnavailable
-from ringserve.shm.fallback import PAGE_SIZE, PurePythonBell
+from ringserve.shm.socket_bell import SocketBell
 
 Transport = Literal["auto", "ring", "socket"]
 
@@ -46,7 +47,9 @@ def choose_transport(wanted: Transport) -> Literal["ring", "socket"]:
     return "socket"
 
 
-def bell_type() -> type[PurePythonBell]:
-    """The doorbell of this machine: the extension's ``Bell``, or the one in Python with the same interface."""
-    extension = _extension()
-    return PurePythonBell if extension is None else extension.Bell
+def bell_type(transport: Literal["ring", "socket"]) -> type[SocketBell]:
+    """The doorbell for channels of this transport. For rings: the extension's ``Bell``, of the same interface."""
+    if transport == "socket":
+        return SocketBell
+    bell: type[SocketBell] = importlib.import_module("ringserve.shm._ring").Bell
+    return bell

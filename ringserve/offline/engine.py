@@ -199,6 +199,7 @@ class Engine:
 
         Raises:
             EngineDied: a process ended; nothing is left.
+            EngineClosed: this process ends under a daemon thread's call.
         """
         try:
             self._mailbox.flush()
@@ -207,10 +208,14 @@ class Engine:
                 self._children.read_reports(ready, on_progress)
                 fallen = self._children.fallen(ready)
                 if fallen is not None:
+                    self._require_alive()  # else it was us who ended it
                     raise self._died(fallen)
             self._mailbox.drain(lambda message, _source: self._dispatch(message, handle))
         except ShmError as error:
             raise self._lost(error) from None
+        except (OSError, ValueError):  # what was watched is perhaps gone
+            self._require_alive()
+            raise
 
     def _dispatch(self, message: FrontendInbound, handle: Callable[[FrontendInbound], None]) -> None:
         match message:

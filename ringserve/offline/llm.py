@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from ringserve.offline.generation import MAX_WAITING, GenerationJob
 from ringserve.offline.outputs import RequestOutput
 from ringserve.offline.progress_bar import BatchProgress
 from ringserve.offline.prompts import Conversation, PromptType, chat_messages, prompt_messages, tokens_prompt
-from ringserve.offline.sampling_params import EngineParams, SamplingParams, engine_params
+from ringserve.offline.sampling_params import EngineParams, SamplingParams, engine_params, plain_text
 from ringserve.options import OptionError, build_config, options
 
 
@@ -57,10 +57,12 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool | None = None,
         max_logprobs: int | None = None,
         max_n: int | None = None,
         transport: Literal["auto", "ring", "socket"] = "auto",
         ring_capacity: int | str | None = None,
+        ring_spin_us: int | None = None,
         log_level: Literal["debug", "info", "warning", "error"] = "warning",
         show_progress: bool = True,
         **unknown: Any,
@@ -78,10 +80,12 @@ class LLM:
             "kv_cache_memory": kv_cache_memory,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "enable_prefix_caching": enable_prefix_caching,
             "max_logprobs": max_logprobs,
             "max_n": max_n,
             "transport": transport,
             "ring_capacity": ring_capacity,
+            "ring_spin_us": ring_spin_us,
             "log_level": log_level,
         }
         for name in unknown:
@@ -162,10 +166,11 @@ class LLM:
         """Token ids of a text.
 
         Raises:
-            ValueError: the text has no tokens.
+            ValueError: the text has no tokens, or is none.
         """
+        plain_text(text, "text")
         with self._turn() as engine:
-            job = EncodingJob([TextPrompt(text, add_special_tokens)], engine.new_request_id)
+            job = EncodingJob([TextPrompt(text, bool(add_special_tokens))], engine.new_request_id)
             engine.run(job)
         return job.encoded()[0].ids()
 
@@ -173,9 +178,9 @@ class LLM:
         """Text of token ids, special tokens among them.
 
         Raises:
-            ValueError: an id is outside the vocabulary.
+            ValueError: an id is outside the vocabulary, or none at all.
         """
-        if not len(token_ids):
+        if isinstance(token_ids, Sized) and not len(token_ids):
             return ""
         prompt = tokens_prompt(token_ids, "token_ids", self._limits.ready.vocab_size)
         with self._turn() as engine:
@@ -251,7 +256,7 @@ class LLM:
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[EngineParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        if isinstance(given, Mapping):
+        if isinstance(given, str | Mapping) or not isinstance(given, SamplingParams | Iterable):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(given).__name__}")
         each = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(each) != count:

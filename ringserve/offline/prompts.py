@@ -12,7 +12,7 @@ from ringserve.frontend.chat import chat_prompt
 from ringserve.frontend.protocol import ChatCompletionBody
 from ringserve.frontend.validation import token_ids
 from ringserve.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from ringserve.offline.sampling_params import convert, value_errors
+from ringserve.offline.sampling_params import convert, plain_text, value_errors
 
 PromptType = str | Mapping[str, Any] | Sequence[int]
 """One prompt: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of token ids."""
@@ -45,18 +45,24 @@ def prompt_messages(prompts: PromptType | Sequence[PromptType], vocab_size: int)
     """
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
         return [_prompt(prompts, "prompt", vocab_size)]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise ValueError(f"prompts must be text, token ids or a list of those, not {type(prompts).__name__}")
     return [_prompt(prompt, f"prompts[{index}]", vocab_size) for index, prompt in enumerate(prompts)]
 
 
+_BYTES = (bytes, bytearray, memoryview)
+"""Sequences of integers, but certainly not meant as token ids."""
+
+
 def _is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, Sequence) and len(value) > 0 and all(hasattr(each, "__index__") for each in value)
+    if not isinstance(value, Sequence) or isinstance(value, _BYTES):
+        return False
+    return len(value) > 0 and all(hasattr(each, "__index__") for each in value)
 
 
 def _prompt(prompt: object, place: str, vocab_size: int) -> Prompt:
     if isinstance(prompt, str):
-        return TextPrompt(prompt)
+        return TextPrompt(plain_text(prompt, place))
     if isinstance(prompt, Mapping):
         return _dictionary(prompt, place, vocab_size)
     if _is_token_ids(prompt):
@@ -74,7 +80,7 @@ def _dictionary(prompt: Mapping[Any, Any], place: str, vocab_size: int) -> Promp
         return tokens_prompt(ids, f"{place}['prompt_token_ids']", vocab_size)
     if not isinstance(text, str):
         raise ValueError(f"{place} must have 'prompt' (text) or 'prompt_token_ids' (a list of integers)")
-    return TextPrompt(text)
+    return TextPrompt(plain_text(text, f"{place}['prompt']"))
 
 
 def chat_messages(
@@ -91,6 +97,10 @@ def chat_messages(
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise ValueError(f"messages must be a list of messages or of conversations, not {type(messages).__name__}")
+    if chat_template is not None:
+        plain_text(chat_template, "chat_template")
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise ValueError(f"chat_template_kwargs must be a mapping, not {type(chat_template_kwargs).__name__}")
     if not messages:
         return []
     several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str)
@@ -109,7 +119,8 @@ def chat_messages(
             )
             with value_errors():
                 prompt: ChatPrompt = chat_prompt(body)
-        except ValueError as error:
+            msgspec.msgpack.encode(prompt)
+        except (ValueError, TypeError) as error:  # the latter: what no message can carry
             raise ValueError(f"conversation {index}: {error}" if several else str(error)) from None
         prompts.append(msgspec.structs.replace(prompt, chat_template=chat_template))
     return prompts

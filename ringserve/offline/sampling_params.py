@@ -3,7 +3,7 @@ those of ``ringserve.frontend.validation``, so that both sides refuse the same v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -119,8 +119,24 @@ def convert(values: Mapping[str, Any], of: type[B]) -> B:
     try:
         return msgspec.convert(values, of)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$.")
-        raise ValueError(f"{path.rstrip('`')}: {what[:1].lower()}{what[1:]}") from None
+        what, _, place = str(error).partition(" - at ")
+        path = place.rpartition("`$.")[2].rstrip("`")
+        raise ValueError(f"{path}: {what[:1].lower()}{what[1:]}") from None
+
+
+def plain_text(text: object, place: str) -> str:
+    """``text``, if a message can carry it.
+
+    Raises:
+        ValueError: no str, or half of a surrogate pair in it.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{place} must be text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds half of a surrogate pair ({text[error.start]!r}), which is no text") from None
+    return text
 
 
 def _body(params: SamplingParams) -> CompletionBody:
@@ -129,9 +145,12 @@ def _body(params: SamplingParams) -> CompletionBody:
     if isinstance(bias, Mapping):
         values["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
     for name in ("stop", "stop_token_ids"):
-        if values[name] is not None and not isinstance(values[name], str):
+        if isinstance(values[name], Iterable) and not isinstance(values[name], str):
             values[name] = list(values[name])
     prompt_logprobs = values.pop("prompt_logprobs")
     if prompt_logprobs is not None and type(prompt_logprobs) is not int:
         raise ValueError(f"prompt_logprobs must be an int, got {prompt_logprobs!r}")
-    return convert(values | {"prompt": ""}, CompletionBody)
+    body = convert(values | {"prompt": ""}, CompletionBody)
+    for text in [body.stop] if isinstance(body.stop, str) else body.stop or ():
+        plain_text(text, "stop")
+    return body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from fake_openai import Behaviour, FakeOpenAI
 
 import ringserve.bench
 from ringserve.bench.processes import find_server
+from ringserve.bench.server_command import free_port
 from ringserve.cli import main
 
 SAMPLES = Path(ringserve.bench.__file__).parent / "samples"
@@ -169,11 +171,162 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (("--json", "/nowhere/x.json"), "--json"),
         (("--plot", "x.gif"), "--plot"),
         (("--url", "ftp://x"), "--url"),
+        (("--url", "http://a..b"), "--url"),
+        (("--json", "/"), "--json"),
+        (("--plot", "/proc/self/x.svg/"), "--plot"),
+        (("--save-raw",), "--save-raw"),
+        (("--server-pid", "0"), "--server-pid"),
+        (("--wait", "nan"), "--wait"),
+        (("--ramp", "nan"), "--ramp"),
+        (("--ramp", "inf"), "--ramp"),
+        (("--think-time", "nan"), "--think-time"),
+        (("--burstiness", "inf"), "--burstiness"),
+        (("--burstiness", "1e-300"), "--burstiness"),
+        (("--temperature", "nan"), "--temperature"),
+        (("--goodput", "ttft:inf"), "--goodput"),
+        (("--goodput", "ttft:1", "ttft:2"), "--goodput"),
+        (("--prompt-tokens", "lognormal:200:1000"), "--prompt-tokens"),
+        (("--prompt-tokens", "normal:1e300:1e300"), "--prompt-tokens"),
+        (("--extra-body", '{"stop": "\\ud800"}'), "--extra-body"),
+        (("--extra-body", '{"seed": NaN}'), "--extra-body"),
+        (("--extra-body", "[" * 100_000), "--extra-body"),
+        (("--dataset-path", "x.json"), "--dataset-path"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """What cannot be opened is an error of its request; the figures are there all the same."""
+    file = tmp_path / "result.json"
+    load = ("--rate", "inf", "--num-requests", "60", "--output-tokens", "2", "--prompt-tokens", "2")
+    limited = (
+        "import resource, sys; from ringserve.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); sys.exit(main(sys.argv[1:]))"
+    )
+    with FakeOpenAI() as server:
+        arguments = ["bench", "serve", "--url", server.url, *load, "--json", str(file)]
+        done = subprocess.run([sys.executable, "-P", "-c", limited, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (run,) = read(file)["runs"]
+    assert run["metrics"]["completed"] > 0
+    assert [error["kind"] for error in run["metrics"]["errors"]] == ["connection_failed"]
+    assert "Too many open files" in run["metrics"]["errors"][0]["first_message"]
+
+
+def test_the_soft_limit_of_descriptors_does_not_bound_the_load(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 70, limits[1]))
+    try:
+        with FakeOpenAI() as server:
+            load = ("--rate", "inf", "--num-requests", "60", "--output-tokens", "2", "--prompt-tokens", "2")
+            assert serve(server.url, *load, "--json", str(tmp_path / "x.json")) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (run,) = read(tmp_path / "x.json")["runs"]
+    assert run["metrics"]["failed"] == 0
+
+
+def test_names_are_neither_markup_nor_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("[/x]", "[bold]", "$\\nope$")
+    with FakeOpenAI(model="$\\nope$") as server:
+        servers = [word for name in names for word in ("--server", f"{name}={server.url}")]
+        load = ("--rounds", "1", "--num-requests", "2", "--output-tokens", "3")
+        assert main(["bench", "compare", *servers, *load, "--plot", str(tmp_path / "x.svg")]) == 0
+        assert serve(server.url, *SMALL, "--plot", str(tmp_path / "y.svg")) == 0
+    table = capsys.readouterr().out.partition("medians")[2]
+    assert all(name in table for name in names)
+
+
+@pytest.mark.parametrize("key", ["\u2014", "a\r\nX: y"])
+@pytest.mark.parametrize("command", ["serve", "compare"])
+def test_a_key_that_is_no_header(command: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", command, "--api-key", key])
+    assert "--api-key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_result_that_cannot_be_written_after_all(
+    flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    full = Path("/dev/full")
+    if flag == "--plot":
+        (full := tmp_path / "plot.svg").symlink_to("/dev/full")
+    with FakeOpenAI() as server:
+        assert serve(server.url, *SMALL, flag, str(full)) == 2
+    printed = capsys.readouterr()
+    assert "output tokens/s" in printed.out
+    assert f"{flag}: {full}: No space left on device" in printed.err
+
+
+def test_an_infinite_rate_is_kept(tmp_path: Path) -> None:
+    with FakeOpenAI() as server:
+        assert serve(server.url, "--rate", "inf", "--num-requests", "2", "--json", str(tmp_path / "x.json")) == 0
+    (run,) = read(tmp_path / "x.json")["runs"]
+    assert run["point"] == {"concurrency": None, "rate": "inf"}
+
+
+def test_halves_of_surrogate_pairs_are_sent_as_question_marks(tmp_path: Path) -> None:
+    file = tmp_path / "conversations.json"
+    said = [{"from": "human", "value": "One \ud83d two"}, {"from": "gpt", "value": "Three \udc00"}]
+    file.write_text(json.dumps([{"conversations": said}]))
+    with FakeOpenAI() as server:
+        arguments = ("--dataset", "sharegpt", "--dataset-path", str(file), "--num-requests", "1")
+        assert serve(server.url, *arguments) == 0
+        assert server.calls[0].body["prompt"] == "One ? two"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "content", "words"),
+    [
+        ("azure", f'TIMESTAMP,ContextTokens,GeneratedTokens\n"{"x" * 200_000}",1,2\n', "line 2: not CSV"),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-1,2\n", "line 2"),
+        ("mooncake", '{"timestamp": 0, "input_length": -5, "output_length": 3}', "line 1"),
+        ("mooncake", '{"timestamp": 0, "input_length": 5, "output_length": 1e300}', "line 1"),
+        ("mooncake", "[" * 100_000, "line 1"),
+        ("sharegpt", "[" * 100_000, "not JSON"),
+    ],
+)
+def test_datasets_that_are_none(
+    dataset: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "data"
+    file.write_text(content)
+    with FakeOpenAI() as server:
+        assert serve(server.url, "--dataset", dataset, "--dataset-path", str(file)) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_server_that_is_killed_meanwhile(tmp_path: Path, command: str) -> None:
+    """Its use is what was seen of it, not what is missing afterwards."""
+    file = tmp_path / "result.json"
+    port = free_port()
+    with subprocess.Popen([*command.split()[:2], str(port)]) as process:
+        killer = threading.Timer(3.0, process.kill)
+        killer.start()
+        load = ("--duration", "4", "--concurrency", "2", "--output-tokens", "2", "--prompt-tokens", "4")
+        assert serve(f"http://127.0.0.1:{port}", "--wait", "20", *load, "--json", str(file)) == 0
+        killer.join()
+    (run,) = read(file)["runs"]
+    assert run["system"]["server_ended"] is True
+    assert run["system"]["server_cpu_seconds"] > 0
+    assert run["system"]["server_peak_resident_bytes"] > 1 << 20
+
+
+@pytest.mark.parametrize("arguments", [["startup", "--command"], ["compare", "--command"]])
+@pytest.mark.parametrize("server", ['"open {port}', "server without a port"])
+def test_commands_that_are_none(arguments: list[str], server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = server if "startup" in arguments else f"a={server}"
+    try:
+        status: object = main(["bench", *arguments, given])
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    assert "--command" in capsys.readouterr().err
 
 
 def test_a_dataset_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +358,17 @@ def test_ctrl_c_reports_what_there_is(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "stopped by the user" in out
     assert "requests interrupted" in out
+
+
+def test_ctrl_c_while_requests_are_prepared(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeOpenAI() as server:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        started = time.perf_counter()
+        assert serve(server.url, "--num-requests", "200000") == 130  # half a minute and a gigabyte
+        assert time.perf_counter() - started < 8
+        timer.join()
+        assert server.calls == []
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +421,64 @@ def command(tmp_path: Path) -> str:
     return f"{sys.executable} {script} {{port}}"
 
 
+HANGS = """
+import http.server, json, os, pathlib, sys, threading
+asked = pathlib.Path(sys.argv[2])
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "script"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        partial = asked.with_suffix(".partial")
+        partial.write_text(str(os.getpid()))
+        partial.rename(asked)
+        threading.Event().wait()
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "in_background"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
+)
+@pytest.mark.parametrize("name", ["compare", "startup"])
+def test_whatever_ends_it_ends_the_servers_it_started(
+    tmp_path: Path, name: str, number: signal.Signals, in_background: bool
+) -> None:
+    script, asked = tmp_path / "server.py", tmp_path / "asked"
+    script.write_text(HANGS)
+    server = f"{sys.executable} {script} {{port}} {asked}"
+    arguments = [sys.executable, "-P", "-m", "ringserve", "bench", name]
+    if name == "compare":
+        arguments += ["--command", f"one={server}", "--command", f"two={server}"]
+    else:
+        arguments += ["--command", server]
+    # Shells start the background jobs of a script with SIGINT ignored.
+    given = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_background else None
+    try:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    finally:
+        if in_background:
+            signal.signal(signal.SIGINT, given)
+    with process:
+        while not asked.exists():
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(asked.read_text()), 0)
+
+
 @pytest.mark.parametrize("extra", [(), ("--one-at-a-time",)])
 def test_compare_starts_and_ends_servers(tmp_path: Path, command: str, extra: tuple[str, ...]) -> None:
     file = tmp_path / "result.json"
@@ -282,9 +504,10 @@ def test_compare_needs_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert "two or more servers" in capsys.readouterr().err
 
 
-def test_startup(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("extra", [(), ("--api", "completions")])
+def test_startup(tmp_path: Path, command: str, extra: tuple[str, ...]) -> None:
     file = tmp_path / "result.json"
-    assert main(["bench", "startup", "--command", command, "--runs", "2", "--json", str(file)]) == 0
+    assert main(["bench", "startup", "--command", command, "--runs", "2", "--json", str(file), *extra]) == 0
     result = read(file)
     assert len(result["runs"]) == 2
     for name in ("ready", "first_token"):

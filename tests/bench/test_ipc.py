@@ -73,6 +73,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     families = {cell["family"] for cell in written["results"]["latencies"]}
     assert families == {"busy", "idle", "uvloop", "small", "engine"}
     assert all(len(cell["rounds_p50_us"]) == 2 for cell in written["results"]["latencies"])
+    bounds = {bound["family"]: bound for bound in written["results"]["bounds"]}
+    assert set(bounds) == {"small", "engine"}
+    assert 0 < bounds["small"]["cpu_us"] < bounds["engine"]["cpu_us"]
+    assert bounds["engine"]["ratio"] is None
     assert {cell["transport"] for cell in written["results"]["latencies"]} == {"ring", "mp.Pipe"}
     assert written["machine"]["cores"] > 0
     assert "| ring |" in files["markdown"].read_text()

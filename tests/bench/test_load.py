@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -96,11 +97,16 @@ def test_several_tokens_in_a_chunk() -> None:
         (fake.cut, "truncated", "in the middle", 1),
         (fake.cut_quietly, "truncated", "without a finish reason", 1),
         (fake.malformed, "malformed", "choices", 1),
-        (fake.wrong_types, "malformed", "Expected `array`", 0),
+        (fake.wrong_types, "malformed", "Expected `array", 0),
         (fake.html, "malformed", "It works!", 0),
         (fake.error_frame, "server_error", "The executor died.", 1),
         (fake.empty, "empty", "without any output", 0),
         (fake.no_http, "invalid_http", "", 0),
+        (fake.upgrade, "invalid_http", "", 0),
+        (fake.redirect, "http_307", "redirected to https://elsewhere/v1", 0),
+        (fake.nested, "malformed", "recursion", 1),
+        (fake.nested_refusal, "http_503", "[[[", 0),
+        (fake.impossible_counts, "malformed", "completion_tokens", 1),
     ],
 )
 def test_what_goes_wrong_is_told(behaviour: Behaviour, kind: str, words: str, chunks: int) -> None:
@@ -192,6 +198,37 @@ def test_a_duration_ends_a_load_without_end() -> None:
     assert len(records) >= 2
 
 
+@pytest.mark.parametrize("times", [itertools.repeat(0.0), itertools.count(0.0, 1e-5)])
+def test_a_schedule_that_cannot_be_kept_ends_with_its_duration(times: Iterator[float]) -> None:
+    """The answers get their turn meanwhile; what could not be sent in time is not sent afterwards."""
+    with FakeOpenAI() as server:
+        started = time.perf_counter()
+        records, _ = load(server.url, 10**9, OpenLoop(times, max_concurrency=4), duration=0.3)
+        took = time.perf_counter() - started
+    assert took < 10
+    assert all(record.failure is None for record in records)
+    assert len(records) >= 4
+    assert max(record.sent for record in records) <= started + 0.3 + 1.0
+
+
+@pytest.mark.parametrize("think_time", [0.0, 0.1])
+def test_a_duration_ends_conversations(think_time: float) -> None:
+    job = Job(tuple(Turn("again", 2) for _ in range(1000)))
+    with FakeOpenAI() as server:
+        client = HttpClient(Endpoint.parse(server.url))
+        generator = LoadGenerator(client, BodyBuilder("chat", "fake"), timeout=20.0, think_time=think_time)
+
+        async def run() -> None:
+            await generator.run(iter([generator.prepare(job)]), ClosedLoop(1), 0.25)
+            client.close()
+
+        started = time.perf_counter()
+        uvloop.run(run())
+        assert time.perf_counter() - started < 2
+    assert 1 <= len(generator.records) < 200
+    assert all(record.failure is None for record in generator.records)
+
+
 def test_turns_carry_the_answers() -> None:
     job = Job((Turn("one", 2), Turn("two", 3), Turn("three", 1)))
     with FakeOpenAI() as server:
@@ -245,13 +282,15 @@ def test_headers() -> None:
         ("a:9/", "http://a:9/v1"),
         ("https://a/openai/v1/", "https://a:443/openai/v1"),
         ("http://[::1]:9/v1", "http://[::1]:9/v1"),
+        ("http://b\u00fccher.example/v\u00e4", "http://xn--bcher-kva.example:80/v%C3%A4"),
+        ("http://a:9/with space/%20", "http://a:9/with%20space/%20"),
     ],
 )
 def test_urls(url: str, base: str) -> None:
     assert Endpoint.parse(url).url == base
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:port"])
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:port", "http://a..b/v1", f"http://{'a' * 64}/v1"])
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(ValueError):
         Endpoint.parse(url)

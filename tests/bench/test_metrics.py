@@ -98,6 +98,15 @@ def test_an_answer_of_one_token_has_no_tpot() -> None:
     assert metrics.goodput.part == 1.0
 
 
+def test_an_answer_in_one_chunk_has_no_tpot() -> None:
+    """Nothing was seen between its tokens: 0 ms would make a server that does not stream the fastest of all."""
+    assert tpot(record(1.0, usage=Usage(5, 64))) is None
+    metrics = compute([record(1.0, usage=Usage(5, 64))], {"tpot": 1.0})
+    assert metrics.tpot_ms is None
+    assert metrics.goodput is not None
+    assert metrics.goodput.part == 1.0
+
+
 def test_several_tokens_in_a_chunk_without_counts() -> None:
     """TPOT is right by the usage; ITL stays between chunks, and the figure that tells so is there."""
     pairs = record(1.0, 2.0, 3.0, usage=Usage(5, 6))
@@ -121,6 +130,7 @@ def test_usage_missing() -> None:
     assert output_tokens(bare) == 3
     assert prompt_tokens(bare) == 128
     assert compute([bare]).tokens_from == "chunks"
+    assert prompt_tokens(record(1.0, usage=Usage(None, 4), asked=128)) == 128
     assert compute([bare, record(1.0, usage=Usage(5, 1))]).tokens_from == "both"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -39,9 +40,9 @@ def test_any_cut_gives_the_same(size: int) -> None:
     assert content.finish_reason == "stop"
     assert content.failure is None
     assert content.ended
-    for piece, time in zip(("H\\u00e9", "llo"), content.chunk_times, strict=True):
+    for piece, at in zip(("H\\u00e9", "llo"), content.chunk_times, strict=True):
         end = STREAM.index(b"\n", STREAM.index(piece.encode()))
-        assert end < time <= end + 4 + size
+        assert end < at <= end + 4 + size
     assert content.last_time is not None
     assert content.last_time >= len(STREAM)
 
@@ -79,6 +80,10 @@ def test_counts_in_each_chunk() -> None:
         (frame(error={"message": "died"}), "server_error"),
         (frame(object="error", message="died"), "server_error"),
         (frame(error="died"), "server_error"),
+        (b"event: error\n" + frame(message="died"), "server_error"),
+        (b'data: {"error": ' + b"[" * 100_000 + b"\n\n", "malformed"),
+        (frame(choices=[], usage={"completion_tokens": -1}), "malformed"),
+        (frame(choices=[], usage={"completion_tokens": 10**9}), "malformed"),
     ],
 )
 def test_failures_keep_what_came_before(data: bytes, kind: str) -> None:
@@ -87,6 +92,35 @@ def test_failures_keep_what_came_before(data: bytes, kind: str) -> None:
     assert content.failure.kind == kind
     assert kind == "malformed" or content.failure.message == "died"
     assert content.chunk_times == [1.0]
+
+
+@pytest.mark.parametrize("usage", [{}, {"completion_tokens": None}, {"prompt_tokens": 3, "completion_tokens": 0}])
+def test_a_usage_without_tokens_is_none(usage: dict[str, int | None]) -> None:
+    content = read_stream([(1.0, text("x")), (2.0, frame(choices=None, object=None, message=None, usage=usage))])
+    assert content.failure is None
+    assert content.usage is None
+
+
+def test_tokens_without_text_came_with_the_finish_reason() -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    content = read_stream([(1.0, text("")), (2.0, text("", "stop")), (3.0, frame(choices=[], usage=usage))])
+    assert content.chunk_times == [2.0]
+    assert read_stream([(1.0, text("", "stop"))]).chunk_times == []
+
+
+def test_a_frame_in_many_pieces_is_joined_once() -> None:
+    data = text("x" * 3_000_000) + b"data: [DONE]\n\n"
+    reads = [(float(start), data[start : start + 100]) for start in range(0, len(data), 100)]
+    began = time.process_time()
+    content = read_stream(reads)
+    assert time.process_time() - began < 5  # took minutes when every piece was joined to all before it
+    assert [len(piece) for piece in content.texts] == [3_000_000]
+    assert content.ended
+
+
+def test_messages_do_not_drive_the_terminal() -> None:
+    assert http_failure(503, b'{"error": "\\u001b[31mfull\\u0007"}').message == " [31mfull "
+    assert http_failure(503, b"\x1b]0;full\x07").message == " ]0;full "
 
 
 def test_an_end_without_a_last_newline() -> None:

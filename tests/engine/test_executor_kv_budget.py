@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringserve.engine.kv_budget import GIB, KVBudget, check_page_size, free_memory, plan_kv
+from ringserve.engine.kv_budget import GIB, KVBudget, check_page_size, device_kv_memory, free_memory, plan_kv
 from ringserve.engine.model_error import ModelError
 
 MIB = 1 << 20
@@ -110,3 +110,11 @@ def test_free_memory_of_an_old_control_group(tmp_path: Path) -> None:
 
 def test_free_memory_here() -> None:
     assert free_memory() > 0
+
+
+def test_a_gpu_gives_what_weights_and_warm_up_left() -> None:
+    gib = 1 << 30
+    assert device_kv_memory(80 * gib, 60 * gib, 0.9) == 72 * gib - 20 * gib
+    assert device_kv_memory(80 * gib, 80 * gib, 0.5) == 40 * gib
+    with pytest.raises(ModelError, match="raise --gpu-memory-utilization above"):
+        device_kv_memory(80 * gib, 60 * gib, 0.2)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from ringserve.engine.array_namespace import ALIGNMENT, NumpyNamespace, array_namespace
+from ringserve.engine.array_namespace import ALIGNMENT, CupyNamespace, NumpyNamespace, array_namespace
 from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
 
 LAYERS = [LayerKV(3, 64, 64), LayerKV(1, 80, 48), LayerKV(2, 5, 7)]
@@ -70,3 +74,83 @@ def test_nonsense_is_refused() -> None:
         KVPool(LAYERS, 0, 16, "float32")
     with pytest.raises(ValueError, match="power of two"):
         KVPool(LAYERS, 1, 24, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_8_bit_pages_have_scales(dtype: Literal["int8", "float8"]) -> None:
+    pool = KVPool(LAYERS, num_pages=6, page_size=16, dtype=dtype)
+    assert pool.statistics().bytes_per_page == (3 * 128 + 128 + 2 * 12 + 4 * 2 * (3 + 1 + 2)) * 16
+    for index, layer in enumerate(LAYERS):
+        keys, values = pool.layer(index)
+        scales = pool.scales(index)
+        assert scales is not None
+        assert keys.dtype == values.dtype == (torch.int8 if dtype == "int8" else torch.uint8)
+        for scale in scales:
+            assert scale.shape == (7, layer.kv_heads, 16)
+            assert scale.dtype == torch.float32
+            assert scale.data_ptr() % ALIGNMENT == 0
+    assert KVPool(LAYERS, 6, 16, "float16").scales(0) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "float8"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_layout_describes_every_array(
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"], page_size: int
+) -> None:
+    pool = KVPool(LAYERS, num_pages=3, page_size=page_size, dtype=dtype)
+    arrays = [array for i in range(3) for array in (*pool.layer(i), *(pool.scales(i) or ()))]
+    layout, word = pool.layout, pool.slab.element_size()
+    assert layout.num_arrays == len(arrays)
+    assert layout.page_words * word == pool.statistics().bytes_per_page
+    for array, offset, size in zip(arrays, layout.offsets.tolist(), layout.sizes.tolist(), strict=True):
+        for page in (0, 2):
+            assert array[page].data_ptr() == pool.slab.data_ptr() + (offset + page * size) * word
+
+
+class _FakeCupy(ModuleType):
+    """CuPy's names over numpy's memory."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__("cupy")
+        self.allocators: list[object] = []
+        self.taken = 0
+        fake = self
+
+        class OutOfMemoryError(Exception):
+            pass
+
+        class MemoryPool:
+            def malloc(self) -> None:
+                pass
+
+        @contextmanager
+        def using_allocator(allocator: object) -> Iterator[None]:
+            fake.allocators.append(allocator)
+            yield
+            fake.allocators.pop()
+
+        def empty(size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+            assert fake.allocators, "not from the pool of its own"
+            if size * dtype.itemsize > limit:
+                raise OutOfMemoryError("out of memory")
+            return NumpyNamespace().allocate(size, dtype)
+
+        self.empty = empty
+        self.cuda = SimpleNamespace(
+            Device=lambda index: nullcontext(),
+            MemoryPool=MemoryPool,
+            using_allocator=using_allocator,
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        )
+
+
+def test_cupy_memory_comes_from_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", _FakeCupy(limit=1 << 20))
+    namespace = CupyNamespace(1)
+    assert namespace.device == torch.device("cuda", 1)
+    array = namespace.allocate(100, np.dtype(np.int64))
+    tensor = namespace.to_torch(array, torch.int64)
+    tensor[3] = 17
+    assert int(array[3]) == 17
+    with pytest.raises(MemoryError, match="out of memory"):
+        namespace.allocate(1 << 20, np.dtype(np.int64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from scheduler_simulation import (
     Collected,
@@ -20,13 +21,18 @@ from ringserve.engine import scheduler_loop
 from ringserve.messages import (
     Abort,
     CheckIntegrity,
+    DropSession,
     ExecutorReady,
     IntegrityReport,
+    ListSessions,
     LoadProgress,
     ModelRunnerOutput,
     RequestRefused,
     ResumedChoice,
     SchedulerOutput,
+    SessionDropped,
+    SessionList,
+    SessionRef,
     Started,
     SupervisorInbound,
     TokenOutputs,
@@ -124,6 +130,22 @@ def test_requests_before_the_executor_is_ready_are_refused(bench: Bench) -> None
     assert refused.retry_after > 0
     assert bench.inboxes["tokenizer-0"].take() == []
     assert bench.integrity() == IntegrityReport(99, (), 0, 0, 0, 3, 0)
+
+
+def test_sessions_are_listed_and_dropped_for_who_asks(bench: Bench) -> None:
+    ref = SessionRef("key-1", "talk")
+    bench.turn((ListSessions(7, "key-1"), "tokenizer-1"), (DropSession(8, ref), "tokenizer-1"))
+    assert bench.inboxes["tokenizer-1"].take() == [SessionList(7, ()), SessionDropped(8, False)]
+    bench.ready(executor_ready())
+    bench.turn((msgspec.structs.replace(make_request(1, 20, 5), session=ref), "tokenizer-0"))
+    bench.run()
+    bench.turn((ListSessions(9, "key-2"), "tokenizer-0"), (ListSessions(10, "key-1"), "tokenizer-1"))
+    assert bench.inboxes["tokenizer-0"].take()[-1] == SessionList(9, ())
+    (listed,) = bench.inboxes["tokenizer-1"].take()
+    assert (listed.request_id, [info.num_tokens for info in listed.sessions]) == (10, [24])
+    bench.turn((DropSession(11, ref), "tokenizer-1"))
+    assert bench.inboxes["tokenizer-1"].take()[0] == SessionDropped(11, True)
+    assert bench.integrity().problems == ()
 
 
 def test_progress_and_ready_go_to_every_tokenizer(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from ringserve.shm import Consumer, Doorbell, Producer, create_channel, create_d
 
 
 def test_every_ring_and_doorbell_is_shown() -> None:
-    a, b = create_doorbell("scheduler"), create_doorbell("executor")
+    a, b = (create_doorbell(name, transport="ring") for name in ("scheduler", "executor"))
     channel = create_channel("scheduler>executor", producer=a, consumer=b, capacity=1 << 16, transport="ring")
     bell, producer = Doorbell.attach(b), Producer.attach(channel.producer_end)
     consumer = Consumer.attach(channel.consumer_end)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_model import save_tiny_model
 
-from ringserve.bench.offline import Load, Round, Side, add_arguments, hop_sums, run, summarize
+from ringserve.bench.measure import ServerUnusable
+from ringserve.bench.offline import Load, Round, Server, Side, add_arguments, hop_sums, run, summarize
 from ringserve.bench.prompts import TokenIds
 from ringserve.options import OptionError
 
@@ -55,6 +56,15 @@ def test_hops_are_read_from_the_exposition() -> None:
         "other_seconds 3.0\n"
     )
     assert hop_sums(text) == {"executor": (0.5, 4.0)}
+
+
+def test_a_server_that_is_gone_is_told() -> None:
+    """Ended while the other side had its turn."""
+    server = Server(None, {"zebra": 1})
+    server._server._process.wait()
+    with pytest.raises(ServerUnusable, match="--zebra"):
+        server.ask([[1]], 2)
+    server.__exit__()
 
 
 def test_prompts_are_seeded() -> None:

@@ -208,6 +208,10 @@ def test_none_is_the_models_default(llm: LLM) -> None:
         (["fine", {"multi_modal_data": 1}], r"prompts\[1\]: 'multi_modal_data' is not supported"),
         ([1.5], r"prompts\[0\] must be text"),
         (None, "prompts must be text"),
+        (b"text", "prompts must be text"),
+        ([b"text"], r"prompts\[0\] must be text"),
+        (["fine", "half \ud800"], r"prompts\[1\] holds half of a surrogate pair"),
+        ({"prompt": "half \udc00"}, r"prompt\['prompt'\] holds half of a surrogate pair"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompts: object, words: str) -> None:
@@ -225,11 +229,32 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompts: object,
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
         ("hello", "messages must be a list"),
         (["hello"], r"messages\[0\]: expected `object`"),
+        ([[{"role": "user", "content": "x"}], [{"role": "user", "content": "\ud800"}]], "conversation 1: .*surrogates"),
     ],
 )
 def test_a_bad_conversation_is_refused(llm: LLM, messages: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         llm.chat(messages, GREEDY)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chat_template": 5}, "chat_template must be text, not int"),
+        ({"chat_template": "\ud800"}, "chat_template holds half"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be a mapping"),
+        ({"chat_template_kwargs": {"x": object()}}, "^chat_template_kwargs: .* object"),
+        ({"chat_template_kwargs": {(1, 2): 3}}, "^chat_template_kwargs: "),
+        ({"chat_template_kwargs": {"x": 10**30}}, "64 bits"),
+        ({"add_generation_prompt": "x"}, "add_generation_prompt"),
+        ({"sampling_params": 5}, "sampling_params must be SamplingParams, not int"),
+        ({"sampling_params": "x"}, "sampling_params must be SamplingParams, not str"),
+    ],
+)
+def test_no_argument_of_chat_harms_the_engine(llm: LLM, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        llm.chat([{"role": "user", "content": "x"}], **options)  # type: ignore[arg-type]  # that is the point
+    assert llm.generate(TEXTS[0], SamplingParams(max_tokens=1, temperature=0))[0].finished
 
 
 def test_parameters_that_only_the_model_can_judge(llm: LLM) -> None:
@@ -296,4 +321,10 @@ def test_tokens(llm: LLM) -> None:
     assert llm.detokenize([]) == ""
     with pytest.raises(ValueError, match="token_ids must hold token ids from 0 to"):
         llm.detokenize([10**6])
+    for wrong in (5, None, b"x", "half \ud800"):
+        with pytest.raises(ValueError, match=r"^text "):
+            llm.tokenize(wrong)  # type: ignore[arg-type]  # that is the point
+    for none in (5, None, ["x"]):
+        with pytest.raises(ValueError, match=r"^token_ids must be"):
+            llm.detokenize(none)  # type: ignore[arg-type]  # that is the point
     assert os.getpid() not in llm.pids().values()

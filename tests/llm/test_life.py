@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from server_process import descendants, wait_for_end
 from tiny_model import save_tiny_model
 
 from ringserve import LLM, SamplingParams
+from ringserve.config import ExecutorConfig, LoggingConfig, ModelConfig, SchedulerConfig, TransportConfig
 from ringserve.model_source import ModelNotFound
 from ringserve.offline.errors import EngineClosed, EngineDied, EngineStartError
 from ringserve.offline.progress_bar import BatchProgress
@@ -179,6 +181,25 @@ def test_a_script_without_main_guard_that_never_closes(tiny: Path, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_the_end_of_a_script_under_a_daemon_threads_call(tiny: Path) -> None:
+    script = (
+        "import threading, time\n"
+        "from ringserve import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny)!r}, threads=1, show_progress=False)\n"
+        "print(*llm.pids().values())\n"
+        "long = SamplingParams(max_tokens=400, ignore_eos=True)\n"
+        "threading.Thread(target=lambda: llm.generate(['a'] * 500, long), daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert wait_for_end([int(pid) for pid in done.stdout.split()]) == []
+    assert "OSError" not in done.stderr
+    assert "EngineDied" not in done.stderr  # the thread may get to say EngineClosed, or nothing
+
+
 def test_sigkill_leaves_nothing(tiny: Path) -> None:
     """Typed in on standard input, as in an interactive session."""
     code = (
@@ -227,6 +248,14 @@ def test_what_cannot_start_leaves_nothing(tmp_path: Path) -> None:
 def test_options_are_checked(options: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         LLM(**options)  # type: ignore[arg-type]  # that is the point
+
+
+def test_every_option_that_means_something_to_the_engine_is_offered() -> None:
+    of_serving = {"served_model_name", "scheduling_policy", "priority_aging", "tenant_weights"}
+    of_serving |= {"input_token_price", "output_token_price"}
+    groups = (ModelConfig, ExecutorConfig, SchedulerConfig, TransportConfig, LoggingConfig)
+    names = {name for group in groups for name in group.__struct_fields__}
+    assert names - of_serving <= set(inspect.signature(LLM).parameters)
 
 
 def test_importing_ringserve_is_cheap() -> None:

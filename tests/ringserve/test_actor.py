@@ -38,7 +38,7 @@ class Neighbour:
     """The scheduler's end, in the test's process, and the actor under test in a child."""
 
     def __init__(self, on_loop: bool, transport: Transport, at_the_edge: bool = False) -> None:
-        bells = {name: create_doorbell(name) for name in ("scheduler", "executor")}
+        bells = {name: create_doorbell(name, transport=transport) for name in ("scheduler", "executor")}
         down = create_channel("down", producer=bells["scheduler"], consumer=bells["executor"], transport=transport)
         up = create_channel("up", producer=bells["executor"], consumer=bells["scheduler"], transport=transport)
         self.doorbell = Doorbell.attach(bells["scheduler"])
@@ -80,8 +80,11 @@ class Neighbour:
             batch = self.receiver.receive()
             got += [message.stage for message in batch]
             self.sender.flush()
-            if not batch and self.doorbell.arm([self.receiver.consumer], [self.sender.producer]):
-                assert self.doorbell.wait(60, [self.process.sentinel]) == (), "the actor died"
+            if batch or not self.doorbell.arm([self.receiver.consumer], [self.sender.producer]):
+                continue
+            if self.doorbell.wait(60, [self.process.sentinel]):  # it has ended; what it had sent comes first
+                got += [message.stage for message in self.receiver.receive()]
+                assert len(got) >= count, "the actor died"
         return got
 
     def close(self) -> None:
@@ -146,8 +149,9 @@ def test_signals_to_the_others_are_the_supervisors_business(on_loop: bool, signu
 
 
 @both
-def test_a_closed_ring_is_a_goodbye(on_loop: bool) -> None:
-    with neighbour(on_loop) as actor:
+@pytest.mark.parametrize("transport", ["ring", "socket"])
+def test_a_closed_channel_is_a_goodbye(on_loop: bool, transport: Transport) -> None:
+    with neighbour(on_loop, transport) as actor:
         actor.send(1)
         assert actor.receive(1) == ["1"]
         actor.sender.producer.close()
@@ -156,8 +160,11 @@ def test_a_closed_ring_is_a_goodbye(on_loop: bool) -> None:
 
 
 @both
-def test_a_fault_ends_the_process_and_is_logged(on_loop: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    with neighbour(on_loop) as actor:
+@pytest.mark.parametrize("transport", ["ring", "socket"])
+def test_a_fault_ends_the_process_and_is_logged(
+    on_loop: bool, transport: Transport, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with neighbour(on_loop, transport) as actor:
         actor.send(FAULTY_STEP)
         actor.process.join(30)
         assert actor.process.exitcode == 1

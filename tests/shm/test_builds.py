@@ -112,7 +112,10 @@ def test_installing_without_a_compiler_works(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith((".so", ".c"))]
         archive.extractall(installed)
-    files = [f"tests/shm/{name}.py" for name in ("test_channel", "test_doorbell", "test_typed", "test_spawn")]
+    files = [
+        f"tests/shm/{name}.py"
+        for name in ("test_channel", "test_doorbell", "test_socket_bell", "test_typed", "test_spawn")
+    ]
     environment = {"PYTHONPATH": str(installed)}
     where = subprocess.run(
         [sys.executable, "-P", "-c", "import ringserve.shm as s; print(s.__file__, s.ring_unavailable_reason())"],

@@ -8,25 +8,25 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Literal
 
 import pytest
 from shm_workshop import Workshop
 
 from ringserve.shm import AttachError, Consumer, Doorbell, Phase, Producer, ShmError, create_channel, create_doorbell
-from ringserve.shm.fallback import PurePythonBell, format_bell
 
 
 @pytest.fixture
-def owned() -> Iterator[tuple[Doorbell, object]]:
-    handle = create_doorbell("owned")
+def owned(transport: Literal["ring", "socket"]) -> Iterator[tuple[Doorbell, object]]:
+    handle = create_doorbell("owned", transport=transport)
     bell = Doorbell.attach(handle)
     yield bell, handle
     bell.close()
     handle.close()
 
 
-def test_page_tells_pid_phase_and_heartbeat() -> None:
-    handle = create_doorbell("x")
+def test_page_tells_pid_phase_and_heartbeat(transport: Literal["ring", "socket"]) -> None:
+    handle = create_doorbell("x", transport=transport)
     assert (handle.pid, handle.phase, handle.heartbeat_ns) == (0, Phase.starting, 0)
     bell = Doorbell.attach(handle)
     assert handle.pid == bell.pid == os.getpid()
@@ -42,8 +42,8 @@ def test_page_tells_pid_phase_and_heartbeat() -> None:
     handle.close()
 
 
-def test_doorbell_has_one_owner() -> None:
-    handle = create_doorbell("x")
+def test_doorbell_has_one_owner(transport: Literal["ring", "socket"]) -> None:
+    handle = create_doorbell("x", transport=transport)
     bell = Doorbell.attach(handle)
     with pytest.raises(AttachError, match=str(os.getpid())):
         Doorbell.attach(handle)
@@ -89,7 +89,7 @@ def test_several_producers_share_one_doorbell(workshop: Workshop) -> None:
 
 def test_no_ring_while_awake() -> None:
     """A ring's producer spares the system call while the consumer is awake."""
-    source, sink = create_doorbell("source"), create_doorbell("sink")
+    source, sink = (create_doorbell(name, transport="ring") for name in ("source", "sink"))
     channel = create_channel("c", producer=source, consumer=sink, transport="ring")
     bell, producer, consumer = (
         Doorbell.attach(sink),
@@ -136,8 +136,8 @@ def test_wait_lets_other_threads_run(owned: tuple[Doorbell, object]) -> None:
     assert bell.statistics().wakes == 1
 
 
-def test_close_while_a_thread_waits_is_refused() -> None:
-    handle = create_doorbell("x")
+def test_close_while_a_thread_waits_is_refused(transport: Literal["ring", "socket"]) -> None:
+    handle = create_doorbell("x", transport=transport)
     bell = Doorbell.attach(handle)
     read, write = os.pipe()
     entered = threading.Event()
@@ -186,43 +186,10 @@ def test_signal_handlers_run_while_waiting(owned: tuple[Doorbell, object]) -> No
         signal.signal(signal.SIGALRM, before)
 
 
-def test_foreign_pages_are_refused() -> None:
-    handle = create_doorbell("x")
+def test_foreign_pages_are_refused(transport: Literal["ring", "socket"]) -> None:
+    handle = create_doorbell("x", transport=transport)
     page, _ = handle.filenos()
     os.pwrite(page, b"\0" * 8, 0)
     with pytest.raises(AttachError):
         Doorbell.attach(handle)
     handle.close()
-
-
-def test_the_python_doorbell_keeps_the_contract() -> None:
-    """Machines without the extension use this one; it shares the page's layout."""
-    handle = create_doorbell("x")
-    page, event = handle.filenos()
-    bell = Doorbell("x", PurePythonBell(page, event))
-    assert handle.pid == os.getpid()
-    with pytest.raises(AttachError):
-        Doorbell("y", PurePythonBell(page, event))
-    bell.phase = Phase.loading
-    bell.beat(99)
-    assert (handle.phase, handle.heartbeat_ns, bell.phase) == (Phase.loading, 99, Phase.loading)
-    read, write = os.pipe()
-    assert bell.arm([])
-    bell.disarm()
-    assert bell.wait(0) == ()
-    handle.ring()
-    os.write(write, b"x")
-    assert bell.wait(30, [read]) == (read,)
-    bell.clear()
-    assert bell.statistics().wakes == 1
-    os.pwrite(page, b"\0", 0)
-    with pytest.raises(AttachError):
-        PurePythonBell(page, event)
-    format_bell(page)
-    bell.close()
-    bell.close()
-    with pytest.raises(ShmError):
-        bell.wait(0)
-    handle.close()
-    os.close(read)
-    os.close(write)

@@ -52,6 +52,29 @@ def test_auto_is_the_ring() -> None:
         thing.close()
 
 
+@pytest.mark.parametrize(("transport", "producer", "consumer"), [
+    ("ring", "ring", "socket"),
+    ("ring", "socket", "ring"),
+    ("socket", "ring", "ring"),
+    ("auto", "ring", "socket"),
+])  # fmt: skip
+def test_a_channel_and_its_doorbells_are_of_one_transport(transport: str, producer: str, consumer: str) -> None:
+    bells = [create_doorbell(f"a {kind} one", transport=kind) for kind in (producer, consumer)]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="transport"):
+        create_channel("c", producer=bells[0], consumer=bells[1], transport=transport)  # type: ignore[arg-type]
+    for bell in bells:
+        bell.close()
+
+
+def test_auto_is_the_doorbells_transport() -> None:
+    bells = [create_doorbell("a", transport="socket"), create_doorbell("b", transport="socket")]
+    channel = create_channel("c", producer=bells[0], consumer=bells[1])
+    assert channel.transport == "socket"
+    channel.close()
+    for bell in bells:
+        bell.close()
+
+
 def test_exported_names() -> None:
     """The public interface, on purpose; other packages import nothing else of shm."""
     assert isinstance(shm, ModuleType)

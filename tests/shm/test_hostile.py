@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from shm_workshop import Link, Workshop
 
-from ringserve.shm import CorruptFrame, _ring
+from ringserve.shm import ChannelClosed, CorruptFrame, _ring
 from ringserve.shm.channel import RingCarrier, SocketCarrier
 
 CAPACITY = 1 << 16
@@ -225,27 +225,63 @@ def test_header_changed_while_it_is_read(hostile: tuple[Link, Memory]) -> None:
 
 
 @pytest.mark.parametrize(
-    "datagram",
+    ("stream", "delivered"),
     [
-        b"x",
-        bytes(9000),
-        struct.pack("=IBBH", 5, 0, 0, 0) + b"four",
-        struct.pack("=IBBH", 4, 0, 0, 1) + b"four",
-        struct.pack("=IBBH", 4, 5, 0, 0) + b"four",
-        struct.pack("=IBBH", 4, 0, 1, 0) + b"four",
-        struct.pack("=IBBH", 4, 2, 0, 0) + b"four",
-        struct.pack("=IBBH", 4, 1, 0, 0) + b"four",
-        struct.pack("=IBBHQ", 8, 1, 0, 0, 1 << 40),
-        struct.pack("=IBBHQ", 8, 1, 0, 0, 0),
+        (bytes(9000), [b""]),
+        (struct.pack("=IBBH", CAPACITY // 8 - 7, 0, 0, 0), []),
+        (struct.pack("=IBBH", (1 << 32) - 1, 0, 0, 0), []),
+        (struct.pack("=IBBH", 4, 0, 0, 1) + b"four", []),
+        (struct.pack("=IBBH", 4, 5, 0, 0) + b"four", []),
+        (struct.pack("=IBBH", 4, 0, 1, 0) + b"four", []),
+        (struct.pack("=IBBH", 4, 2, 0, 0) + b"four", []),
+        (struct.pack("=IBBH", 4, 1, 0, 0) + b"four", []),
+        (struct.pack("=IBBHQ", 8, 1, 0, 0, 1 << 40), []),
+        (struct.pack("=IBBHQ", 8, 1, 0, 0, 0), []),
+        (struct.pack("=IBBHQ", 8, 1, 0, 0, 9) + struct.pack("=IBBH", 0, 4, 0, 1), []),
+        (struct.pack("=IBBHQ", 8, 1, 0, 0, 9) + struct.pack("=IBBHH", 2, 3, 0, 1, 0), []),
+        (struct.pack("=IBBHQ", 8, 1, 0, 0, 9) + struct.pack("=IBBHH", 2, 0, 0, 1, 0), []),
+        (struct.pack("=IBBH", 2, 0, 0, 0) + b"ok" + struct.pack("=IBBH", 4, 0, 0, 2) + b"four", [b"ok"]),
     ],
 )
-def test_hostile_datagrams_are_refused(socket_workshop: Workshop, datagram: bytes) -> None:
+def test_hostile_streams_are_refused(socket_workshop: Workshop, stream: bytes, delivered: list[bytes]) -> None:
     link = socket_workshop.link(CAPACITY)
+    with raw_end(link) as raw:
+        raw.send(stream)
+    if delivered:
+        assert link.consumer.drain() == delivered, "what came before the fault is delivered"
+        assert not link.sink.arm([link.consumer])
+    assert_lost(link)
+    wakes = link.sink.statistics().wakes
+    link.sink.wait(0)
+    assert link.sink.statistics().wakes == wakes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_streams_never_get_through(socket_workshop: Workshop, seed: int) -> None:
+    """Honest frames with random damage, in random pieces: an answer each time, never more bytes than were sent."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        link = socket_workshop.link(CAPACITY)
+        stream = bytearray()
+        for number in range(rng.randrange(1, 60)):
+            payload = rng.randbytes(rng.randrange(300))
+            kind = rng.choice((WHOLE, WHOLE, WHOLE, FIRST, MIDDLE, LAST, 4))
+            stream += struct.pack("=IBBH", len(payload), kind, 0, number) + payload
+        for _ in range(rng.randrange(3)):
+            stream[rng.randrange(len(stream))] = rng.randrange(256)
+        taken, at = 0, 0
+        with raw_end(link) as raw:
+            while at < len(stream):
+                at += raw.send(stream[at : at + rng.randrange(1, 700)])
+                try:
+                    taken += sum(map(len, link.consumer.drain()))
+                except (CorruptFrame, ChannelClosed):
+                    break
+        assert taken <= len(stream)
+
+
+def raw_end(link: Link) -> socket.socket:
+    """The producer's end as bytes."""
     carrier = link.channel.producer_end.carrier
     assert isinstance(carrier, SocketCarrier)
-    with socket.socket(fileno=os.dup(carrier.end.fileno())) as raw:
-        raw.send(datagram)
-    for _ in range(2):
-        with pytest.raises(CorruptFrame):
-            link.consumer.drain()
-    assert link.sink.arm([link.consumer])
+    return socket.socket(fileno=os.dup(carrier.end.fileno()))

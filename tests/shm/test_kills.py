@@ -7,13 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "support" / "producer_kills.py"
 
 
-def test_killed_producers_leave_whole_messages_and_nothing_else() -> None:
-    kills = 100
+@pytest.mark.parametrize(("transport", "kills"), [("ring", 100), ("socket", 30)])
+def test_killed_producers_leave_whole_messages_and_nothing_else(transport: str, kills: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), "--kills", str(kills)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-P", str(SCRIPT), "--kills", str(kills), "--transport", transport],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

@@ -12,7 +12,7 @@ import struct
 import pytest
 from shm_workshop import Link, Workshop
 
-from ringserve.shm import AttachError, Consumer, Producer, _ring, create_doorbell, fallback
+from ringserve.shm import AttachError, Consumer, Producer, _ring, bell_page, create_doorbell
 from ringserve.shm.channel import RingCarrier
 from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 
@@ -43,16 +43,16 @@ def test_fields_do_not_overlap_and_writers_keep_apart() -> None:
 
 def test_python_and_c_agree_on_the_doorbell_page() -> None:
     in_python = {
-        "BELL_MAGIC": fallback.MAGIC,
-        "BELL_LAYOUT_VERSION": fallback.VERSION,
-        "BELL_ASLEEP": fallback.ASLEEP,
-        "BELL_HEARTBEAT_NS": fallback.HEARTBEAT_NS,
-        "BELL_PHASE": fallback.PHASE,
-        "BELL_PID": fallback.PID,
-        **{name: fallback.COUNTERS + 8 * index for index, name in enumerate(COUNTERS)},
+        "BELL_MAGIC": bell_page.MAGIC,
+        "BELL_LAYOUT_VERSION": bell_page.VERSION,
+        "BELL_ASLEEP": bell_page.ASLEEP,
+        "BELL_HEARTBEAT_NS": bell_page.HEARTBEAT_NS,
+        "BELL_PHASE": bell_page.PHASE,
+        "BELL_PID": bell_page.PID,
+        **{name: bell_page.COUNTERS + 8 * index for index, name in enumerate(COUNTERS)},
     }
     assert in_python == {name: offset for name, offset in OFFSETS.items() if name.startswith("BELL_")}
-    assert fallback.LAYOUT_VERSION == _ring.LAYOUT_VERSION
+    assert bell_page.LAYOUT_VERSION == _ring.LAYOUT_VERSION
 
 
 def test_segments_are_private_sealed_and_allocated(ring_workshop: Workshop) -> None:

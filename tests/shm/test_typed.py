@@ -7,6 +7,7 @@ import pytest
 from shm_workshop import Link, Workshop
 
 from ringserve.shm import ChannelClosed, ChannelOverflow, CorruptFrame, MessageTooLarge, Receiver, Sender
+from ringserve.shm.typed import MESSAGES_PER_FLUSH
 
 
 class Number(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -32,6 +33,19 @@ def test_messages_of_the_union_arrive_typed_and_in_order(workshop: Workshop) -> 
     assert sender.flush()
     assert receiver.receive() == sent
     assert receiver.receive() == []
+
+
+def test_a_long_turn_is_published_in_groups(workshop: Workshop) -> None:
+    """The receiver need not wait for the last message of a turn to begin with the first."""
+    sender, receiver = make(workshop.link())
+    for number in range(2 * MESSAGES_PER_FLUSH + 1):
+        sender.send(Number(number))
+    assert receiver.receive() == [Number(number) for number in range(2 * MESSAGES_PER_FLUSH)]
+    sender.flush()
+    assert receiver.receive() == [Number(2 * MESSAGES_PER_FLUSH)]
+    for _ in range(MESSAGES_PER_FLUSH - 1):
+        sender.send(Number(0))
+    assert receiver.receive() == [], "a flush begins a new group"
 
 
 def test_what_finds_no_room_waits_in_order(workshop: Workshop) -> None:

@@ -231,6 +231,46 @@ async def empty(call: Call) -> bool:
     return True
 
 
+async def upgrade(call: Call) -> bool:
+    """Wants to speak something else."""
+    call.writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: other\r\nConnection: upgrade\r\n\r\nhello")
+    await call.pause()
+    return False
+
+
+async def redirect(call: Call) -> bool:
+    """The API lives elsewhere."""
+    call.plain("307 Temporary Redirect", b"", "Location: https://elsewhere/v1\r\n")
+    return True
+
+
+NESTED = b"[" * 100_000
+
+
+async def nested(call: Call) -> bool:
+    """JSON without a bottom."""
+    call.writer.write(HEAD)
+    call.frame(call.text(" tok"))
+    call.send(b'data: {"error": ' + NESTED + b"\n\n")
+    call.end()
+    return True
+
+
+async def nested_refusal(call: Call) -> bool:
+    """The same as an answer that is not 200."""
+    call.plain("503 Service Unavailable", NESTED)
+    return True
+
+
+async def impossible_counts(call: Call) -> bool:
+    """More tokens than any context holds."""
+    call.writer.write(HEAD)
+    call.frame(call.text(" tok", None, call.usage(1)))
+    call.frame(call.text(" tok", "length", call.usage(10**12)))
+    call.end()
+    return True
+
+
 async def no_http(call: Call) -> bool:
     """Something else listens there."""
     call.writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")

@@ -22,6 +22,7 @@ from ringserve.messages import (
     CheckIntegrity,
     DetokenizeRequest,
     DetokenizeResult,
+    DropSession,
     EngineStats,
     ExecutorReady,
     FinishReason,
@@ -29,9 +30,14 @@ from ringserve.messages import (
     FrontendMessage,
     GenerateRequest,
     IntegrityReport,
+    ListSessions,
     Prompt,
     RequestRefused,
     SamplingDefaults,
+    SessionDropped,
+    SessionInfo,
+    SessionList,
+    SessionRef,
     StepTimes,
     TextFinish,
     TextLogprobs,
@@ -100,6 +106,8 @@ class FakeTokenizer:
     tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    sessions: dict[SessionRef, SessionInfo] = field(default_factory=dict)
+    """What the scheduler keeps."""
 
     def __post_init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -124,6 +132,12 @@ class FakeTokenizer:
             case DetokenizeRequest():
                 text = " ".join(str(each) for each in unpack_i32(message.token_ids))
                 self._later([DetokenizeResult(message.request_id, text)])
+            case ListSessions():
+                infos = [info for ref, info in self.sessions.items() if ref.owner == message.owner]
+                self._later([SessionList(message.request_id, tuple(infos))])
+            case DropSession():
+                found = self.sessions.pop(message.session, None) is not None
+                self._later([SessionDropped(message.request_id, found)])
             case CheckIntegrity():
                 self._later([IntegrityReport(message.request_id, (), 64, 64, len(self.running), len(self.running), 8)])
 

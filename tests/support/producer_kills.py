@@ -17,6 +17,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ringserve.shm import (
     Consumer,
@@ -71,10 +72,10 @@ def victim(producer: Producer, bell: Doorbell, seed: int) -> None:
             producer.flush()
 
 
-def kill_one(seed: int) -> Outcome:
+def kill_one(seed: int, transport: Literal["ring", "socket"]) -> Outcome:
     """Fork a victim, read along, kill it after a random while, read what is left."""
-    mine, theirs = create_doorbell("reader"), create_doorbell("victim")
-    channel = create_channel("victim>reader", producer=theirs, consumer=mine, capacity=CAPACITY, transport="ring")
+    mine, theirs = (create_doorbell(name, transport=transport) for name in ("reader", "victim"))
+    channel = create_channel("victim>reader", producer=theirs, consumer=mine, capacity=CAPACITY)
     pid = os.fork()
     if pid == 0:
         try:
@@ -140,12 +141,14 @@ def left_behind() -> set[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--transport", choices=("ring", "socket"), default="ring")
     parser.add_argument("--json", type=Path, help="keep the result here")
     options = parser.parse_args()
     before = left_behind()
-    outcomes = [kill_one(seed) for seed in range(options.kills)]
+    outcomes = [kill_one(seed, options.transport) for seed in range(options.kills)]
     times = sorted(outcome.raised_ms for outcome in outcomes)
     result = {
+        "transport": options.transport,
         "kills": len(outcomes),
         "messages_checked": sum(outcome.messages for outcome in outcomes),
         "bad": sum(outcome.bad for outcome in outcomes),

@@ -38,7 +38,7 @@ class Workshop:
         return thing
 
     def doorbell(self, name: str) -> DoorbellHandle:
-        handle: DoorbellHandle = self.keep(create_doorbell(name))
+        handle: DoorbellHandle = self.keep(create_doorbell(name, transport=self.transport))
         return handle
 
     def channel(

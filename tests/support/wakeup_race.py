@@ -20,8 +20,8 @@ from typing import Literal
 
 from ring_builds import WAKEUP_RACE, build, load
 
+from ringserve.shm.bell_page import PAGE_SIZE, format_bell
 from ringserve.shm.descriptors import create_sealed_memfd
-from ringserve.shm.fallback import PAGE_SIZE, format_bell
 
 CAPACITY = 1 << 16
 MAX_FRAME = CAPACITY // 8

@@ -6,8 +6,9 @@ For sequence ``b`` with ``n = seq_lens[b]`` written keys, head ``h`` of KV head 
     out    = sum_j exp(s_j) v_j / sum_j exp(s_j)                                   zeros where n = 0
 
 Shapes: q ``[B, H, D]``; k_pages ``[pages, KVH, page_size, D]``; v_pages ``[pages, KVH, page_size, Dv]``; block_table
-``[B, max_pages]`` int32; seq_lens ``[B]`` int32; out ``[B, H, Dv]``. The last dimension of each has stride 1; float32,
-float16 or bfloat16 throughout, sums in float32. Only positions below ``n`` (and inside the window) are read.
+``[B, max_pages]`` int32; seq_lens ``[B]`` int32; out ``[B, H, Dv]``. The last dimension of each has stride 1; q and out
+are float32, float16 or bfloat16, the pages likewise or in an 8-bit format with scales (``kv_format``); sums in float32.
+Only positions below ``n`` (and inside the window) are read.
 
 Two stages. The first cuts each sequence into at most SPLITS runs of keys, so that few long sequences still fill the
 device; every program computes all heads of one KV head (padded to at least 16 rows for ``tl.dot``) over one run, in
@@ -23,12 +24,14 @@ CPU counterpart: ``paged_attention``; reference: ``paged_attention_reference``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e as euler
-from math import log2
 
 import torch
 import triton
 import triton.language as tl
+
+from ringserve.kernels.gpu.architecture import Architecture
+from ringserve.kernels.gpu.attention_tile import LOG2_E, cap_scores, load_keys, load_values
+from ringserve.kernels.gpu.kv_format import kv_format, load_scales
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,27 @@ class DecodeConfig:
 
 
 CONFIGS = {
-    2: DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
-    4: DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.LARGE, 1, False): DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.LARGE, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.LARGE, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.LARGE, 2, True): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.COMPACT, 1, False): DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.COMPACT, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
+    (Architecture.COMPACT, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.COMPACT, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.CDNA, 1, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 2, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
 }
-"""By the bytes of a key's element. With 2 bytes nothing spills on sm_80, sm_90 and sm_100 up to a dimension of 256, and
-keys and values are double-buffered; with 4 bytes (a type for tests) a few registers spill."""
+"""By device, bytes of a key's element, and whether heads are wider than 128. Loads are pipelined on sm_80, sm_90 and
+sm_100, and nothing spills but two registers with heads of 80 on sm_100 (``tests/kernels/gpu`` compiles for them)."""
+
+
+def decode_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> DecodeConfig:
+    """For these pages. float32, a type for tests, has the tiles of float16."""
+    return CONFIGS[architecture, min(k_pages.element_size(), 2), max(k_pages.shape[-1], value_dim) > 128]
+
 
 MAX_SPLITS = 64
 
@@ -94,11 +113,13 @@ def _runs(n, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexp
     return first, base, length
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "length_ptr"])
 def _decode_runs(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     length_ptr,
     out_ptr,
@@ -117,6 +138,8 @@ def _decode_runs(
     v_page_stride,
     v_head_stride,
     v_slot_stride,
+    scale_page_stride,
+    scale_head_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
@@ -131,6 +154,7 @@ def _decode_runs(
     MIN_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr,  # a KVFormat
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -169,19 +193,14 @@ def _decode_runs(
             slot = position % PAGE
             k_rows = pages * k_page_stride + g * k_head_stride + slot * k_slot_stride
             v_rows = pages * v_page_stride + g * v_head_stride + slot * v_slot_stride
+            scale_rows = pages * scale_page_stride + g * scale_head_stride + slot
             ahead = position + BLOCK_N
             pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0).to(tl.int64)
-            k = tl.load(
-                k_ptr + k_rows[None, :] + dims[:, None],
-                mask=visible[None, :] & (dims < D)[:, None],
-                other=0.0,
-            )
+            k = load_keys(k_ptr, k_rows, dims, visible, q.dtype, D, FORMAT)
             scores = tl.dot(q, k, input_precision=PRECISION)
-            if SOFTCAP:
-                # tanh(y) = 2 / (1 + exp(-2 y)) - 1
-                scores = softcap_log2 * (2.0 / (1.0 + tl.exp(-2.0 * inverse_softcap * scores)) - 1.0)
-            else:
-                scores = scores * scale_log2
+            if FORMAT != 0:
+                scores *= load_scales(k_scale_ptr + scale_rows, visible, FORMAT)[None, :]
+            scores = cap_scores(scores, scale_log2, softcap_log2, inverse_softcap, SOFTCAP)
             scores = tl.where(visible[None, :], scores, float("-inf"))
             # Every tile has a visible key, so the maximum is finite.
             new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -189,11 +208,9 @@ def _decode_runs(
             weights = tl.exp2(scores - new_highest[:, None])
             total = total * rescale + tl.sum(weights, 1)
             acc = acc * rescale[:, None]
-            v = tl.load(
-                v_ptr + v_rows[:, None] + value_dims[None, :],
-                mask=visible[:, None] & (value_dims < DV)[None, :],
-                other=0.0,
-            )
+            v = load_values(v_ptr, v_rows, value_dims, visible, q.dtype, DV, FORMAT)
+            if FORMAT != 0:
+                weights *= load_scales(v_scale_ptr + scale_rows, visible, FORMAT)[None, :]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
             highest = new_highest
         acc = acc / total[:, None]
@@ -208,7 +225,7 @@ def _decode_runs(
         tl.store(out_rows, tl.zeros([BLOCK_H, BLOCK_DV], out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["length_ptr"])
 def _merge_runs(
     partial_ptr,
     log_sum_ptr,
@@ -260,34 +277,37 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     scratch: DecodeScratch,
+    config: DecodeConfig,
     *,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's last token into ``out``, which is returned; see the module for shapes.
 
-    The number of splits is the scratch's, a power of two. Nothing is allocated and nothing waits for the device.
+    The number of splits is the scratch's, a power of two. ``scales``: those of keys and values, for pages in an 8-bit
+    format. Nothing is allocated and nothing waits for the device.
     """
     batch, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
     splits = scratch.log_sums.shape[2]
-    config = config if config is not None else CONFIGS[k_pages.element_size()]
-    log2_e = log2(euler)
+    k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
     cap = softcap if softcap is not None else 1.0
     window_size = window if window is not None else 0
-    block_dv = triton.next_power_of_2(value_dim)
+    block_dv = max(16, triton.next_power_of_2(value_dim))
     _decode_runs[(batch, kv_heads, splits)](
         q,
         k_pages,
         v_pages,
+        k_scales,
+        v_scales,
         block_table,
         seq_lens,
         out,
         scratch.values,
         scratch.log_sums,
-        scale * log2_e,
-        cap * log2_e,
+        scale * LOG2_E,
+        cap * LOG2_E,
         scale / cap,
         q.stride(0),
         q.stride(1),
@@ -299,6 +319,8 @@ def paged_decode(
         v_pages.stride(0),
         v_pages.stride(1),
         v_pages.stride(2),
+        k_scales.stride(0),
+        k_scales.stride(1) if scales is not None else 0,
         block_table.stride(0),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
@@ -306,13 +328,14 @@ def paged_decode(
         D=key_dim,
         BLOCK_D=max(16, triton.next_power_of_2(key_dim)),
         DV=value_dim,
-        BLOCK_DV=max(16, block_dv),
+        BLOCK_DV=block_dv,
         PAGE=page_size,
         BLOCK_N=config.block_n,
         SPLITS=splits,
         MIN_SPLIT=config.min_split,
         WINDOW=window_size,
         SOFTCAP=softcap is not None,
+        FORMAT=int(kv_format(k_pages.dtype)),
         STAGES=config.num_stages,
         # Products of float32 must not go through TF32.
         PRECISION="ieee",
