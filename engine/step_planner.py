@@ -124,14 +124,14 @@ class StepPlanner:
             cached = self._residents.prefixes.lookup(sequence)
             if cached is None:
                 return
+            num_cached = self._residents.prefixes.num_cached(sequence, cached)
+            if plan.chunks is not None and plan.chunks.limit(num_cached) == 0:
+                return  # before anybody is thrown out for it
             if not self._make_room(sequence, cached, plan):
                 self._misfit = (sequence, self._residents.version)
                 return
-            num_cached = self._residents.prefixes.num_cached(sequence, cached)
-            num_tokens = plan.chunk(num_cached, sequence.num_known_tokens - num_cached)
-            if num_tokens == 0:
-                return
             self._waiting.remove(sequence)
+            num_tokens = plan.chunk(num_cached, sequence.num_known_tokens - num_cached)
             self._start(sequence, cached, num_tokens, plan)
 
     def _make_room(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> bool:

@@ -81,6 +81,30 @@ def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
     assert max(gaps) < 0.1
 
 
+def test_nobody_is_thrown_out_for_one_that_the_target_does_not_let_start() -> None:
+    engine = TimedEngine(
+        ready={"num_pages": 400, "max_num_batched_tokens": 512, "max_model_len": 6000, "max_num_seqs": 3},
+        target_itl_ms=0.001,
+        scheduling_policy="priority",
+    )
+    for request_id in range(900, 906):
+        engine.add(make_request(request_id, 300, 5))
+        engine.run()
+    for request_id, priority in ((1, 9), (2, 0)):
+        engine.add(make_request(request_id, 20, 400, priority=priority))
+    engine.run(engine.now + 0.5)
+    engine.add(make_request(3, 200, 1, priority=0))
+    engine.run(engine.now + 0.1)
+    engine.add(make_request(4, 50, 1, priority=1))
+    in_prompt = engine.engine.scheduler._book.requests[3].live[0]
+    while in_prompt.num_computed_tokens < 200:  # it takes what little the target leaves to prompts
+        assert engine.engine.scheduler.num_preemptions == 0
+        engine.advance()
+    engine.run()
+    assert engine.engine.choices[4, 0].finishes[0].reason == "length"
+    assert engine.engine.choices[1, 0].finishes[0].num_preemptions <= 1
+
+
 def test_nobody_decodes_nobody_waits() -> None:
     engine = TimedEngine(
         ready={"num_pages": 400, "max_num_batched_tokens": 512, "max_model_len": 6000}, target_itl_ms=20
