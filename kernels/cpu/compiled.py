@@ -1,0 +1,69 @@
+"""``@compiled``: numba's nopython mode without the GIL, with a cache on disk that knows all of this package's source.
+
+numba's own cache looks at the file of the function alone, but our functions inline instructions and functions of other
+files; a changed ``llvm.py`` must not leave old machine code behind. The stamp is therefore a digest of every file of
+the package. The cache lies beside the source (``__pycache__``) or, where that cannot be written, in the user's cache
+directory; where neither can be written, functions are compiled at every start.
+
+Arithmetic is exact IEEE unless a function asks for ``fastmath``: a row's result must not depend on how a loop was
+vectorised around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def package_stamp() -> bytes:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()
+
+
+class _InTree(InTreeCacheLocator):  # type: ignore[misc]
+    def get_source_stamp(self) -> bytes:
+        return package_stamp()
+
+
+class _UserWide(UserWideCacheLocator):  # type: ignore[misc]
+    def get_source_stamp(self) -> bytes:
+        return package_stamp()
+
+
+class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_InTree, _UserWide)
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _CacheImpl
+
+
+def compiled(function: F) -> F:
+    """Compile ``function`` on its first call (from Python or from other compiled code)."""
+    return _compile(function, False)
+
+
+def compiled_reordering(function: F) -> F:
+    """As ``compiled``, but sums may be added in any order: for results that tolerate it, or integers."""
+    return _compile(function, {"reassoc", "nsz", "contract"})
+
+
+def _compile(function: F, fastmath: Any) -> F:
+    dispatcher: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath=fastmath)(function)
+    try:
+        dispatcher._cache = _Cache(function)
+    except RuntimeError:  # no directory that can be written: compile at every start
+        return dispatcher  # type: ignore[no-any-return]
+    return dispatcher  # type: ignore[no-any-return]

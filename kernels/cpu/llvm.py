@@ -1,0 +1,230 @@
+"""Instructions that numba has no words for, as LLVM IR: atomics, prefetch, bit casts, and the helpers that the kernels'
+own IR is written with.
+
+Callable from compiled code (addresses are int64 and must be aligned to their type):
+
+* ``load_acquire(p)``, ``store_release(p, v)``, ``fetch_add(p, v)`` (returns the old value, acquire and release),
+  ``compare_exchange(p, expected, new)`` (returns the old value: it succeeded where that equals ``expected``): int64;
+* ``pause()``: the processor's hint inside a spinning loop;
+* ``prefetch(p)``: ask for a cache line, into all levels;
+* ``f32_bits(x) -> int32``, ``bits_f32(i) -> float32``; loops over them vectorise;
+* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``load_u16``, ``store_u16``, ``store_u8``, ``load_i8``: plain
+  memory accesses at an address;
+* ``f32_to_bf16(x) -> uint16`` rounds to nearest, ties to even (NaN stays NaN), ``bf16_to_f32(u)``.
+
+For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``address``, ``load``, ``store``,
+``fma``, ``dot_bf16``, ``dot_u8s8``.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ringserve.kernels.cpu.compiled import compiled
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    null = "zeroinitializer"
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+V16I32, V16F32, V32BF16 = ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(BFloat(), 32)
+
+
+def const(value: int) -> Any:
+    """An int64 constant."""
+    return ir.Constant(I64, value)
+
+
+def address(b: Any, base: Any, offset: int | Any, kind: Any) -> Any:
+    """A pointer to ``kind`` at ``base + offset`` bytes (int64 values)."""
+    offset = const(offset) if isinstance(offset, int) else offset
+    return b.inttoptr(b.add(base, offset), ir.PointerType(kind))
+
+
+def load(b: Any, base: Any, offset: int | Any, kind: Any, align: int = 4) -> Any:
+    """Load a ``kind`` from ``base + offset`` bytes."""
+    value = b.load(address(b, base, offset, kind))
+    value.align = align
+    return value
+
+
+def store(b: Any, value: Any, base: Any, offset: int | Any, align: int = 4) -> None:
+    """Store ``value`` at ``base + offset`` bytes."""
+    b.store(value, address(b, base, offset, value.type)).align = align
+
+
+def splat(b: Any, value: Any, kind: Any) -> Any:
+    """A vector whose elements all are ``value``."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = b.insert_element(undefined, value, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
+
+
+def zeros(kind: Any) -> Any:
+    """A vector of zeros."""
+    return ir.Constant(kind, [0 if isinstance(kind.element, ir.IntType) else 0.0] * kind.count)
+
+
+def _call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
+
+
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z``, rounded once; 16 float32."""
+    return _call(b, "llvm.fma.v16f32", V16F32, [x, y, z])
+
+
+def dot_bf16(b: Any, sums: Any, x: Any, y: Any) -> Any:
+    """``sums + x[2i] * y[2i] + x[2i+1] * y[2i+1]``: x and y are 16 int32, each two bfloat16 (VDPBF16PS)."""
+    x, y = b.bitcast(x, V32BF16), b.bitcast(y, V32BF16)
+    return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F32, [sums, x, y])
+
+
+def dot_u8s8(b: Any, sums: Any, x: Any, y: Any) -> Any:
+    """``sums + dot of four``: x is 16 int32 of four uint8 each, y of four int8 each (VPDPBUSD)."""
+    return _call(b, "llvm.x86.avx512.vpdpbusd.512", V16I32, [sums, x, y])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_acquire(context: Any, p: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load_atomic(address(b, args[0], 0, I64), "acquire", 8)
+
+    return types.int64(types.int64), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_release(context: Any, p: Any, value: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[1], address(b, args[0], 0, I64), "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(context: Any, p: Any, value: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", address(b, args[0], 0, I64), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def compare_exchange(context: Any, p: Any, expected: Any, new: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        pair = b.cmpxchg(address(b, args[0], 0, I64), args[1], args[2], "acq_rel", "acquire")
+        return b.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pause(context: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if IS_X86:
+            _call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        else:
+            b.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], True)
+        return ctx.get_dummy_value()
+
+    return types.void(), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(context: Any, p: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        prefetch_line(b, args[0], 0)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), gen
+
+
+def prefetch_line(b: Any, base: Any, offset: int | Any) -> None:
+    """Ask for the cache line at ``base + offset`` bytes, for reading, to be kept in all levels."""
+    one = [ir.Constant(I32, value) for value in (0, 3, 1)]
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), [address(b, base, offset, I8), *one])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def f32_bits(context: Any, x: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(args[0], I32)
+
+    return types.int32(types.float32), gen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_f32(context: Any, bits: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(args[0], F32)
+
+    return types.float32(types.int32), gen
+
+
+def _loader(kind: Any, result: Any) -> Any:
+    def loader(context: Any, p: Any) -> Any:
+        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            return load(b, args[0], 0, kind, kind.width // 8 if isinstance(kind, ir.IntType) else 4)
+
+        return result(types.int64), gen
+
+    return intrinsic(loader)
+
+
+def _storer(kind: Any, argument: Any) -> Any:
+    def storer(context: Any, p: Any, value: Any) -> Any:
+        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            store(b, args[1], args[0], 0, kind.width // 8 if isinstance(kind, ir.IntType) else 4)
+            return ctx.get_dummy_value()
+
+        return types.void(types.int64, argument), gen
+
+    return intrinsic(storer)
+
+
+load_f32 = _loader(F32, types.float32)
+load_i32 = _loader(I32, types.int32)
+load_u16 = _loader(I16, types.uint16)
+load_i8 = _loader(I8, types.int8)
+store_f32 = _storer(F32, types.float32)
+store_u16 = _storer(I16, types.uint16)
+store_u8 = _storer(I8, types.uint8)
+
+
+@compiled
+def f32_to_bf16(x: Any) -> Any:
+    """Round a float32 to bfloat16 (nearest, ties to even); uint16."""
+    bits = np.uint32(f32_bits(x))
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@compiled
+def bf16_to_f32(u: Any) -> Any:
+    """The float32 of a bfloat16 (uint16)."""
+    return bits_f32(np.int32(np.uint32(u) << np.uint32(16)))

@@ -1,0 +1,432 @@
+"""Vectors of 16 float32 inside numba functions, with a fixed order of additions.
+
+A loop over scalars leaves it to LLVM how a sum is cut up, and it may choose differently for aligned, unaligned or
+overlapping arrays. These operations say it themselves. They are plain LLVM vectors, so they compile for every processor:
+one register with AVX-512, two or four elsewhere. Addresses are int64; nothing needs to be aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+V16F, V16I, V16H = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 16)
+
+
+class Float32x16(types.Type):  # type: ignore[misc]
+    """numba's name of the type."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+vector = Float32x16()
+
+
+@register_model(Float32x16)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, V16F)
+
+
+def pointer(b: Any, address: Any, kind: Any) -> Any:
+    """An int64 as a pointer to ``kind``."""
+    return b.inttoptr(address, ir.PointerType(kind))
+
+
+def splat_lanes(b: Any, scalar: Any, kind: Any) -> Any:
+    """``scalar`` in all 16 lanes."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, undefined, ir.Constant(V16I, [0] * 16))
+
+
+def constant_lanes(value: float) -> Any:
+    """A float constant in all 16 lanes."""
+    return ir.Constant(V16F, [float(value)] * 16)
+
+
+def integer_lanes(value: int) -> Any:
+    """An int32 constant in all 16 lanes."""
+    return ir.Constant(V16I, [value] * 16)
+
+
+def llvm_function(b: Any, name: str, arguments: int, kind: Any = V16F) -> Any:
+    """An LLVM intrinsic of vectors."""
+    return cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * arguments), name)
+
+
+def fold(b: Any, v: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine 16 lanes into one: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    width = 16
+    while width > 1:
+        half = width // 2
+        lanes = ir.VectorType(I32, half)
+        low = b.shuffle_vector(v, v, ir.Constant(lanes, list(range(half))))
+        high = b.shuffle_vector(v, v, ir.Constant(lanes, list(range(half, width))))
+        v = combine(low, high)
+        width = half
+    return b.extract_element(v, ir.Constant(I32, 0))
+
+
+def float_to_bfloat16_bits(b: Any, v: Any) -> Any:
+    """Round to nearest, ties to even; <16 x i16>."""
+    bits = b.bitcast(v, V16I)
+    odd = b.and_(b.lshr(bits, integer_lanes(16)), integer_lanes(1))
+    rounded = b.add(bits, b.add(odd, integer_lanes(0x7FFF)))
+    return b.trunc(b.lshr(rounded, integer_lanes(16)), V16H)
+
+
+def exp2_lanes(b: Any, x: Any) -> Any:
+    """2**x for x <= 127, relative error below 3e-7; 0 below -126, -inf included.
+
+    The fraction in [-0.5, 0.5] goes through a polynomial (Cody and Waite's scheme, Taylor coefficients of degree 6),
+    the integer part into the exponent's bits.
+    """
+    low = constant_lanes(-126.0)
+    clamped = b.select(b.fcmp_ordered(">", x, low), x, low)
+    whole = b.call(llvm_function(b, "llvm.rint.v16f32", 1), [clamped])
+    fraction = b.fsub(clamped, whole)
+    fma = llvm_function(b, "llvm.fmuladd.v16f32", 3)
+    ln2 = 0.6931471805599453
+    coefficients = [ln2**n / _factorial(n) for n in range(7)]
+    value = constant_lanes(coefficients[6])
+    for coefficient in reversed(coefficients[:6]):
+        value = b.call(fma, [value, fraction, constant_lanes(coefficient)])
+    exponent = b.shl(b.fptosi(whole, V16I), integer_lanes(23))
+    scaled = b.bitcast(b.add(b.bitcast(value, V16I), exponent), V16F)
+    # Unordered comparison: NaN stays NaN.
+    scaled = b.select(b.fcmp_ordered("<", x, low), constant_lanes(0.0), scaled)
+    return b.select(b.fcmp_unordered("uno", x, x), x, scaled)
+
+
+def _factorial(n: int) -> int:
+    return 1 if n < 2 else n * _factorial(n - 1)
+
+
+@intrinsic
+def load(context: Any, address: Any) -> Any:
+    """16 float32 at ``address``."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        value = b.load(pointer(b, args[0], V16F))
+        value.align = 4
+        return value
+
+    return vector(types.int64), generate
+
+
+@intrinsic
+def store(context: Any, address: Any, value: Any) -> Any:
+    """Write 16 float32."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(args[1], pointer(b, args[0], V16F)).align = 4
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@intrinsic
+def load_bfloat16(context: Any, address: Any) -> Any:
+    """16 bfloat16 at ``address``, widened."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        half = b.load(pointer(b, args[0], V16H))
+        half.align = 2
+        return b.bitcast(b.shl(b.zext(half, V16I), integer_lanes(16)), V16F)
+
+    return vector(types.int64), generate
+
+
+@intrinsic
+def store_bfloat16(context: Any, address: Any, value: Any) -> Any:
+    """Write 16 float32 as bfloat16, rounded to nearest even."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(float_to_bfloat16_bits(b, args[1]), pointer(b, args[0], V16H)).align = 2
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@intrinsic
+def store_even_half(context: Any, address: Any, value: Any) -> Any:
+    """Write 16 float32 as bfloat16 into the low halves of 16 uint32; the high halves become zero."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        wide = b.zext(float_to_bfloat16_bits(b, args[1]), V16I)
+        b.store(wide, pointer(b, args[0], V16I)).align = 4
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@intrinsic
+def store_odd_half(context: Any, address: Any, value: Any) -> Any:
+    """Write 16 float32 as bfloat16 into the high halves of 16 uint32; the low halves stay."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        where = pointer(b, args[0], V16I)
+        old = b.load(where)
+        old.align = 4
+        wide = b.shl(b.zext(float_to_bfloat16_bits(b, args[1]), V16I), integer_lanes(16))
+        b.store(b.or_(b.and_(old, integer_lanes(0xFFFF)), wide), where).align = 4
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@intrinsic
+def splat(context: Any, scalar: Any) -> Any:
+    """A float32 in all lanes."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return splat_lanes(b, args[0], V16F)
+
+    return vector(types.float32), generate
+
+
+@intrinsic
+def add(context: Any, left: Any, right: Any) -> Any:
+    """left + right."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fadd(args[0], args[1])
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def subtract(context: Any, left: Any, right: Any) -> Any:
+    """left - right."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fsub(args[0], args[1])
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def multiply(context: Any, left: Any, right: Any) -> Any:
+    """left * right."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fmul(args[0], args[1])
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
+    """left * right + addend; fused where the processor fuses."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.call(llvm_function(b, "llvm.fmuladd.v16f32", 3), args)
+
+    return vector(vector, vector, vector), generate
+
+
+@intrinsic
+def maximum(context: Any, left: Any, right: Any) -> Any:
+    """The larger of each lane."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.select(b.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def absolute(context: Any, value: Any) -> Any:
+    """|value|."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.call(llvm_function(b, "llvm.fabs.v16f32", 1), args)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def exp2(context: Any, value: Any) -> Any:
+    """2**value; see ``exp2_lanes``."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return exp2_lanes(b, args[0])
+
+    return vector(vector), generate
+
+
+@intrinsic
+def silu_multiply(context: Any, gate: Any, up: Any) -> Any:
+    """gate / (1 + exp(-gate)) * up."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        gate, up = args
+        exponent = b.fmul(gate, constant_lanes(-1.4426950408889634))
+        high = constant_lanes(126.0)
+        exponent = b.select(b.fcmp_ordered(">", exponent, high), high, exponent)
+        bottom = b.fadd(constant_lanes(1.0), exp2_lanes(b, exponent))
+        return b.fmul(b.fdiv(gate, bottom), up)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def keep_between(context: Any, value: Any, first: Any, low: Any, high: Any) -> Any:
+    """Lanes whose number (``first`` for the first one) lies in [low, high); -inf elsewhere."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        value, first, low, high = args
+        lanes = ir.Constant(V16I, list(range(16)))
+        number = b.add(splat_lanes(b, b.trunc(first, I32), V16I), lanes)
+        above = b.icmp_signed(">=", number, splat_lanes(b, b.trunc(low, I32), V16I))
+        below = b.icmp_signed("<", number, splat_lanes(b, b.trunc(high, I32), V16I))
+        return b.select(b.and_(above, below), value, constant_lanes(float("-inf")))
+
+    return vector(vector, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def round_to_bfloat16(context: Any, value: Any) -> Any:
+    """The nearest bfloat16, as float32."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        bits = b.zext(float_to_bfloat16_bits(b, args[0]), V16I)
+        return b.bitcast(b.shl(bits, integer_lanes(16)), V16F)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def sum_lanes(context: Any, value: Any) -> Any:
+    """The sum of the lanes, halves upon halves."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return fold(b, args[0], b.fadd)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def largest_lane(context: Any, value: Any) -> Any:
+    """The largest lane."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return fold(b, args[0], lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def read_f32(context: Any, address: Any) -> Any:
+    """One float32."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load(pointer(b, args[0], F32))
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def write_f32(context: Any, address: Any, value: Any) -> Any:
+    """Write one float32."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(args[1], pointer(b, args[0], F32))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def read_i64(context: Any, address: Any) -> Any:
+    """One int64."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load(pointer(b, args[0], I64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_i64(context: Any, address: Any, value: Any) -> Any:
+    """Write one int64."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(args[1], pointer(b, args[0], I64))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def read_i32(context: Any, address: Any) -> Any:
+    """One int32, widened."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.sext(b.load(pointer(b, args[0], I32)), I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_i32(context: Any, address: Any, value: Any) -> Any:
+    """Write the low 32 bits."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(b.trunc(args[1], I32), pointer(b, args[0], I32))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def read_u32(context: Any, address: Any) -> Any:
+    """One uint32, widened."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.zext(b.load(pointer(b, args[0], I32)), I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def read_u16(context: Any, address: Any) -> Any:
+    """One uint16, widened."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.zext(b.load(pointer(b, args[0], I16)), I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_u16(context: Any, address: Any, value: Any) -> Any:
+    """Write the low 16 bits."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(b.trunc(args[1], I16), pointer(b, args[0], I16))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def bfloat16_bits(context: Any, value: Any) -> Any:
+    """A float32 as bfloat16's bits, rounded to nearest even."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        bits = b.bitcast(args[0], I32)
+        odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+        rounded = b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF)))
+        return b.zext(b.lshr(rounded, ir.Constant(I32, 16)), I64)
+
+    return types.int64(types.float32), generate
