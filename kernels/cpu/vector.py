@@ -1,7 +1,7 @@
 """Vectors of 16 float32 inside numba functions, with a fixed order of additions.
 
 A loop over scalars leaves it to LLVM how a sum is cut up, and it may choose differently for aligned, unaligned or
-overlapping arrays. These operations say it themselves. They are plain LLVM vectors, so they compile for every processor:
+overlapping arrays. These operations say it themselves. They are plain LLVM vectors, so every processor compiles them:
 one register with AVX-512, two or four elsewhere. Addresses are int64; nothing needs to be aligned.
 """
 
@@ -15,9 +15,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-WIDTH = 16
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-V16F, V16I, V16H = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 16)
+from ringserve.kernels.cpu.llvm import I16, I32, I64, V16F32, V16I32, address, splat
+
+V16F, V16I, V16H = V16F32, V16I32, ir.VectorType(I16, 16)
 
 
 class Float32x16(types.Type):  # type: ignore[misc]
@@ -36,16 +36,9 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, V16F)
 
 
-def pointer(b: Any, address: Any, kind: Any) -> Any:
+def pointer(b: Any, base: Any, kind: Any) -> Any:
     """An int64 as a pointer to ``kind``."""
-    return b.inttoptr(address, ir.PointerType(kind))
-
-
-def splat_lanes(b: Any, scalar: Any, kind: Any) -> Any:
-    """``scalar`` in all 16 lanes."""
-    undefined = ir.Constant(kind, ir.Undefined)
-    one = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(one, undefined, ir.Constant(V16I, [0] * 16))
+    return address(b, base, 0, kind)
 
 
 def constant_lanes(value: float) -> Any:
@@ -111,8 +104,8 @@ def _factorial(n: int) -> int:
     return 1 if n < 2 else n * _factorial(n - 1)
 
 
-@intrinsic
-def load(context: Any, address: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def load(context: Any, at: Any) -> Any:
     """16 float32 at ``address``."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -123,8 +116,8 @@ def load(context: Any, address: Any) -> Any:
     return vector(types.int64), generate
 
 
-@intrinsic
-def store(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def store(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -134,8 +127,8 @@ def store(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic
-def load_bfloat16(context: Any, address: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bfloat16(context: Any, at: Any) -> Any:
     """16 bfloat16 at ``address``, widened."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -146,8 +139,8 @@ def load_bfloat16(context: Any, address: Any) -> Any:
     return vector(types.int64), generate
 
 
-@intrinsic
-def store_bfloat16(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def store_bfloat16(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16, rounded to nearest even."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -157,8 +150,8 @@ def store_bfloat16(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic
-def store_even_half(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def store_even_half(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16 into the low halves of 16 uint32; the high halves become zero."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -169,8 +162,8 @@ def store_even_half(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic
-def store_odd_half(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def store_odd_half(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16 into the high halves of 16 uint32; the low halves stay."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -184,17 +177,17 @@ def store_odd_half(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic
-def splat(context: Any, scalar: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def broadcast(context: Any, scalar: Any) -> Any:
     """A float32 in all lanes."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return splat_lanes(b, args[0], V16F)
+        return splat(b, args[0], V16F)
 
     return vector(types.float32), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def add(context: Any, left: Any, right: Any) -> Any:
     """left + right."""
 
@@ -204,7 +197,7 @@ def add(context: Any, left: Any, right: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def subtract(context: Any, left: Any, right: Any) -> Any:
     """left - right."""
 
@@ -214,7 +207,7 @@ def subtract(context: Any, left: Any, right: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def multiply(context: Any, left: Any, right: Any) -> Any:
     """left * right."""
 
@@ -224,7 +217,7 @@ def multiply(context: Any, left: Any, right: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend; fused where the processor fuses."""
 
@@ -234,7 +227,7 @@ def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
     return vector(vector, vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def maximum(context: Any, left: Any, right: Any) -> Any:
     """The larger of each lane."""
 
@@ -244,7 +237,7 @@ def maximum(context: Any, left: Any, right: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def absolute(context: Any, value: Any) -> Any:
     """|value|."""
 
@@ -254,7 +247,7 @@ def absolute(context: Any, value: Any) -> Any:
     return vector(vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def exp2(context: Any, value: Any) -> Any:
     """2**value; see ``exp2_lanes``."""
 
@@ -264,7 +257,7 @@ def exp2(context: Any, value: Any) -> Any:
     return vector(vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def silu_multiply(context: Any, gate: Any, up: Any) -> Any:
     """gate / (1 + exp(-gate)) * up."""
 
@@ -279,22 +272,22 @@ def silu_multiply(context: Any, gate: Any, up: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def keep_between(context: Any, value: Any, first: Any, low: Any, high: Any) -> Any:
     """Lanes whose number (``first`` for the first one) lies in [low, high); -inf elsewhere."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         value, first, low, high = args
         lanes = ir.Constant(V16I, list(range(16)))
-        number = b.add(splat_lanes(b, b.trunc(first, I32), V16I), lanes)
-        above = b.icmp_signed(">=", number, splat_lanes(b, b.trunc(low, I32), V16I))
-        below = b.icmp_signed("<", number, splat_lanes(b, b.trunc(high, I32), V16I))
+        number = b.add(splat(b, b.trunc(first, I32), V16I), lanes)
+        above = b.icmp_signed(">=", number, splat(b, b.trunc(low, I32), V16I))
+        below = b.icmp_signed("<", number, splat(b, b.trunc(high, I32), V16I))
         return b.select(b.and_(above, below), value, constant_lanes(float("-inf")))
 
     return vector(vector, types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def round_to_bfloat16(context: Any, value: Any) -> Any:
     """The nearest bfloat16, as float32."""
 
@@ -305,7 +298,7 @@ def round_to_bfloat16(context: Any, value: Any) -> Any:
     return vector(vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def sum_lanes(context: Any, value: Any) -> Any:
     """The sum of the lanes, halves upon halves."""
 
@@ -315,7 +308,7 @@ def sum_lanes(context: Any, value: Any) -> Any:
     return types.float32(vector), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def largest_lane(context: Any, value: Any) -> Any:
     """The largest lane."""
 
@@ -325,29 +318,8 @@ def largest_lane(context: Any, value: Any) -> Any:
     return types.float32(vector), generate
 
 
-@intrinsic
-def read_f32(context: Any, address: Any) -> Any:
-    """One float32."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.load(pointer(b, args[0], F32))
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
-def write_f32(context: Any, address: Any, value: Any) -> Any:
-    """Write one float32."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        b.store(args[1], pointer(b, args[0], F32))
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.float32), generate
-
-
-@intrinsic
-def read_i64(context: Any, address: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def read_i64(context: Any, at: Any) -> Any:
     """One int64."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -356,8 +328,8 @@ def read_i64(context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@intrinsic
-def write_i64(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def write_i64(context: Any, at: Any, value: Any) -> Any:
     """Write one int64."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -367,18 +339,8 @@ def write_i64(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic
-def read_i32(context: Any, address: Any) -> Any:
-    """One int32, widened."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.sext(b.load(pointer(b, args[0], I32)), I64)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def write_i32(context: Any, address: Any, value: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def write_i32(context: Any, at: Any, value: Any) -> Any:
     """Write the low 32 bits."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -386,47 +348,3 @@ def write_i32(context: Any, address: Any, value: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def read_u32(context: Any, address: Any) -> Any:
-    """One uint32, widened."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.zext(b.load(pointer(b, args[0], I32)), I64)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def read_u16(context: Any, address: Any) -> Any:
-    """One uint16, widened."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.zext(b.load(pointer(b, args[0], I16)), I64)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def write_u16(context: Any, address: Any, value: Any) -> Any:
-    """Write the low 16 bits."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        b.store(b.trunc(args[1], I16), pointer(b, args[0], I16))
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def bfloat16_bits(context: Any, value: Any) -> Any:
-    """A float32 as bfloat16's bits, rounded to nearest even."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        bits = b.bitcast(args[0], I32)
-        odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF)))
-        return b.zext(b.lshr(rounded, ir.Constant(I32, 16)), I64)
-
-    return types.int64(types.float32), generate
