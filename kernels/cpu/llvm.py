@@ -93,19 +93,73 @@ def _call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
 
 
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x * y + z``, rounded once; 16 float32."""
-    return _call(b, "llvm.fma.v16f32", V16F32, [x, y, z])
+    """``x * y + z``; 16 float32. Rounded once where the processor can (all that have a level of their own)."""
+    return _call(b, "llvm.fmuladd.v16f32", V16F32, [x, y, z])
 
 
-def dot_bf16(b: Any, sums: Any, x: Any, y: Any) -> Any:
+def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     """``sums + x[2i] * y[2i] + x[2i+1] * y[2i+1]``: x and y are 16 int32, each two bfloat16 (VDPBF16PS)."""
-    x, y = b.bitcast(x, V32BF16), b.bitcast(y, V32BF16)
-    return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F32, [sums, x, y])
+    if native:
+        x, y = b.bitcast(x, V32BF16), b.bitcast(y, V32BF16)
+        return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F32, [sums, x, y])
+    high = ir.Constant(V16I32, [-65536] * 16)
+    shift = ir.Constant(V16I32, [16] * 16)
+    odd = [b.bitcast(b.and_(value, high), V16F32) for value in (x, y)]
+    even = [b.bitcast(b.shl(value, shift), V16F32) for value in (x, y)]
+    return fma(b, *even, fma(b, *odd, sums))
 
 
-def dot_u8s8(b: Any, sums: Any, x: Any, y: Any) -> Any:
+def dot_u8s8(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     """``sums + dot of four``: x is 16 int32 of four uint8 each, y of four int8 each (VPDPBUSD)."""
-    return _call(b, "llvm.x86.avx512.vpdpbusd.512", V16I32, [sums, x, y])
+    if native:
+        return _call(b, "llvm.x86.avx512.vpdpbusd.512", V16I32, [sums, x, y])
+    for byte in range(4):
+        left, right = (ir.Constant(V16I32, [8 * amount] * 16) for amount in (3 - byte, 3))
+        x_byte, y_byte = b.lshr(b.shl(x, left), right), b.ashr(b.shl(y, left), right)
+        sums = b.add(sums, b.mul(x_byte, y_byte))
+    return sums
+
+
+def row_addresses(b: Any, base: Any, stride: Any, rows: int) -> list[Any]:
+    """Addresses of every third row: the two between are reached by the processor's address arithmetic."""
+    return [b.add(base, b.mul(stride, const(row))) for row in range(0, rows, 3)]
+
+
+def row_address(b: Any, starts: list[Any], stride: Any, row: int, offset: Any) -> Any:
+    """The address of ``offset`` bytes into a row, from ``row_addresses``."""
+    at = b.add(starts[row // 3], offset)
+    for _ in range(row % 3):
+        at = b.add(at, stride)
+    return at
+
+
+def store_tile(b: Any, tile: list[list[Any]], out: Any, stride: Any, add: Any) -> None:
+    """Store rows of vectors at ``out``, rows ``stride`` bytes apart, or add them to what is there where ``add``."""
+    adding, writing = b.append_basic_block("add"), b.append_basic_block("write")
+    after = b.append_basic_block("stored")
+    b.cbranch(b.icmp_signed("!=", add, const(0)), adding, writing)
+    for block in (adding, writing):
+        b.position_at_end(block)
+        for row, vectors in enumerate(tile):
+            at = b.add(out, b.mul(stride, const(row)))
+            for j, vector in enumerate(vectors):
+                if block is adding:
+                    vector = b.fadd(load(b, at, 64 * j, V16F32), vector)
+                store(b, vector, at, 64 * j)
+        b.branch(after)
+    b.position_at_end(after)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stack_floats_384(context: Any) -> Any:
+    """The address of 384 float32 (aligned to 64 bytes) in the caller's frame: valid until the caller returns."""
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        slot = cgutils.alloca_once(b, ir.ArrayType(V16F32, 24))
+        slot.align = 64
+        return b.ptrtoint(slot, I64)
+
+    return types.int64(), gen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

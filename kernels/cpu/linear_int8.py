@@ -1,0 +1,206 @@
+"""Linear layers with int8 weights and int8 activations.
+
+Weights are symmetric int8 with one float32 scale for each output channel j, activations (``quantize.py``) with one for
+each row i and group g of ``GROUP`` = 64 inputs::
+
+    out[i, j] = wscale[j] * sum_g xscale[i, g] * sum_(k in g) xq[i, k] * wq[j, k]  + bias[j]
+
+The inner sums are exact integers; the outer one is float32, along g in ascending order.
+
+VPDPBUSD multiplies unsigned by signed bytes, so that activations are stored with 128 added and 128 times the group's
+sum of weights is taken off again. Packed weights, K padded to whole groups with zeros::
+
+    weights      [panel][k / 4][column 0..47][k % 4]    int8, 64-byte aligned
+    corrections  [panel][k / 64][column 0..47]          int32: -128 * sum of the group's weights
+
+The block function is called from compiled code, on one thread, for a range of panels of ``PANEL`` = 48 columns::
+
+    int8_block(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, k_pad, out, ldo, m, n, panel_first,
+               panel_last, accumulate)
+
+* ``level``: ``features.AVX512`` or ``PORTABLE``, passed through;
+* ``w``, ``corrections``, ``wscale``, ``bias``: addresses; the last two of ``n_pad`` float32 (bias zeros if none);
+* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of float32 ``[m, ldxs]``, ``k_pad / 64``
+  used: what ``quantize.quantize_row`` writes;
+* ``out``, ``ldo``, ``m``, ``n``, panels, ``accumulate``: as in ``linear_bf16``.
+
+A row's result is the same, bit for bit, whatever m, its place and the panels computed together are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from ringserve.kernels.cpu import llvm
+from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.compiled import compiled
+from ringserve.kernels.cpu.features import has_avx512
+from ringserve.kernels.cpu.linear_bf16 import PANEL, VECTORS, _copy_columns, padded
+from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32
+
+GROUP = 64
+ROWS = 4
+"""Rows of the largest register tile: 4 x 3 vectors of integer sums and as many of float sums."""
+
+_UNROLL = 4
+_STEPS = GROUP // 4
+
+
+def padded_k(k: int) -> int:
+    """Elements of a row of x."""
+    return -(-k // GROUP) * GROUP
+
+
+def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """int8 ``[n, k]`` and one scale for each row ``[n]``: ``weight ~ q * scale``, |q| <= 127."""
+    scale = np.abs(weight).max(axis=1, initial=0.0).astype(np.float32) / np.float32(127)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.rint(weight * inverse[:, None]).astype(np.int8), scale
+
+
+def pack_int8(weight: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+    """int8 ``[n, k]`` to panels ``[n_pad / 48, k_pad / 4, 48, 4]`` and corrections ``[n_pad / 48, k_pad / 64, 48]``."""
+    n, k = weight.shape
+    k_pad = padded_k(k)
+    packed = aligned_zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.int8)
+    corrections = aligned_zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int32)
+    for panel, correction, first in zip(packed, corrections, range(0, n, PANEL), strict=True):
+        rows = weight[first : first + PANEL]
+        columns = np.zeros((PANEL, k_pad), np.int8)
+        columns[: len(rows), :k] = rows
+        panel[...] = columns.reshape(PANEL, -1, 4).transpose(1, 0, 2)
+        correction[...] = -128 * columns.reshape(PANEL, -1, GROUP).sum(axis=2, dtype=np.int32).T
+    return packed, corrections
+
+
+def _tile(rows: int) -> Any:
+    """The register tile for ``rows`` rows and one panel; addresses and byte strides."""
+
+    def tile(context: Any, level: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any):  # type: ignore[no-untyped-def]  # fmt: skip
+        native = has_avx512(level)
+
+        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            _emit_tile(b, rows, native, *args[1:])
+            return ctx.get_dummy_value()
+
+        return types.void(level, *([types.int64] * 12)), gen
+
+    return intrinsic(tile)
+
+
+def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any) -> None:  # fmt: skip
+    const = llvm.const
+    # With one or two rows the corrections are computed on the way: their memory traffic would cost more.
+    computed = rows <= 2
+    x_starts, scale_starts = llvm.row_addresses(b, x, ldx, rows), llvm.row_addresses(b, xscale, ldxs, rows)
+    before, outer, inner = b.block, b.append_basic_block("groups"), b.append_basic_block("quads")
+    group_done, done = b.append_basic_block("group_done"), b.append_basic_block("sums")
+    b.branch(outer)
+
+    b.position_at_end(outer)
+    group = b.phi(I64)
+    sums = [[b.phi(V16F32) for _ in range(VECTORS)] for _ in range(rows)]
+    w_group = b.add(w, b.mul(group, const(GROUP * PANEL)))
+    x_offset = b.mul(group, const(GROUP))
+    at_correction = b.add(corrections, b.mul(group, const(4 * PANEL)))
+    first = [
+        llvm.zeros(V16I32) if computed else llvm.load(b, at_correction, 64 * j, V16I32, 64) for j in range(VECTORS)
+    ]
+    b.branch(inner)
+
+    b.position_at_end(inner)
+    step = b.phi(I64)
+    dots = [[b.phi(V16I32) for _ in range(VECTORS)] for _ in range(rows)]
+    offsets = [b.phi(V16I32) for _ in range(VECTORS)] if computed else []
+    new_dots, new_offsets = [list(row) for row in dots], list(offsets)
+    at = b.add(w_group, b.mul(step, const(4 * PANEL)))
+    x_at = b.add(x_offset, b.mul(step, const(4)))
+    row_at = [llvm.row_address(b, x_starts, ldx, row, x_at) for row in range(rows)]
+    all_128 = ir.Constant(V16I32, [np.int32(np.uint32(0x80808080).view(np.int32)).item()] * 16)
+    for unrolled in range(_UNROLL):
+        vectors = [llvm.load(b, at, 64 * (VECTORS * unrolled + j), V16I32, 64) for j in range(VECTORS)]
+        if computed:
+            new_offsets = [
+                llvm.dot_u8s8(b, offset, all_128, vector, native)
+                for offset, vector in zip(new_offsets, vectors, strict=True)
+            ]
+        for row in range(rows):
+            quad = llvm.splat(b, llvm.load(b, row_at[row], 4 * unrolled, I32), V16I32)
+            new_dots[row] = [
+                llvm.dot_u8s8(b, dot, quad, vector, native) for dot, vector in zip(new_dots[row], vectors, strict=True)
+            ]
+    next_step = b.add(step, const(_UNROLL))
+    _incoming([step], [const(0)], outer, [next_step], inner)
+    for row in range(rows):
+        _incoming(dots[row], first, outer, new_dots[row], inner)
+    _incoming(offsets, [llvm.zeros(V16I32)] * len(offsets), outer, new_offsets, inner)
+    b.cbranch(b.icmp_signed("<", next_step, const(_STEPS)), inner, group_done)
+
+    b.position_at_end(group_done)
+    next_group = b.add(group, const(1))
+    _incoming([group], [const(0)], before, [next_group], group_done)
+    new_sums = []
+    for row in range(rows):
+        at_scale = llvm.row_address(b, scale_starts, ldxs, row, b.mul(group, const(4)))
+        scale = llvm.splat(b, llvm.load(b, at_scale, 0, F32), V16F32)
+        if computed:
+            new_dots[row] = [b.sub(dot, offset) for dot, offset in zip(new_dots[row], new_offsets, strict=True)]
+        new_sums.append([llvm.fma(b, b.sitofp(new_dots[row][j], V16F32), scale, sums[row][j]) for j in range(VECTORS)])
+        _incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before, new_sums[row], group_done)
+    b.cbranch(b.icmp_signed("<", next_group, groups), outer, done)
+
+    b.position_at_end(done)
+    scales = [llvm.load(b, wscale, 64 * j, V16F32) for j in range(VECTORS)]
+    biases = [llvm.load(b, bias, 64 * j, V16F32) for j in range(VECTORS)]
+    tile = [[llvm.fma(b, new_sums[row][j], scales[j], biases[j]) for j in range(VECTORS)] for row in range(rows)]
+    llvm.store_tile(b, tile, out, ldo, add)
+
+
+def _incoming(phis: list[Any], first: list[Any], before: Any, following: list[Any], loop: Any) -> None:
+    for phi, initial, later in zip(phis, first, following, strict=True):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(later, loop)
+
+
+_tile_1, _tile_2, _tile_3, _tile_4 = _tile(1), _tile(2), _tile(3), _tile(4)
+
+
+@compiled
+def _rows(level: Any, rows: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any) -> None:  # fmt: skip
+    if rows == 4:
+        _tile_4(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
+    elif rows == 3:
+        _tile_3(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
+    elif rows == 2:
+        _tile_2(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
+    else:
+        _tile_1(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
+
+
+@compiled
+def int8_block(level: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, k_pad: Any, out: Any, ldo: Any, m: Any, n: Any, panel_first: Any, panel_last: Any, accumulate: Any) -> None:  # fmt: skip
+    """Panels ``panel_first .. panel_last - 1`` for all ``m`` rows; see the top of this file."""
+    tiles = (m + ROWS - 1) // ROWS
+    groups = k_pad // GROUP
+    scratch = llvm.stack_floats_384()
+    for panel in range(panel_first, panel_last):
+        w_panel, c_panel = w + panel * k_pad * PANEL, corrections + panel * groups * (4 * PANEL)
+        column = panel * PANEL
+        width = min(PANEL, n - column)
+        s_panel, b_panel = wscale + 4 * column, bias + 4 * column
+        row = 0
+        for tile in range(tiles):
+            rows = m // tiles + (1 if tile < m % tiles else 0)
+            x_rows, xs_rows, target = x + row * ldx, xscale + row * ldxs * 4, out + (row * ldo + column) * 4
+            if width == PANEL:
+                _rows(level, rows, w_panel, c_panel, s_panel, b_panel, x_rows, ldx, xs_rows, ldxs * 4, groups, target, ldo * 4, accumulate)  # fmt: skip
+            else:
+                _rows(level, rows, w_panel, c_panel, s_panel, b_panel, x_rows, ldx, xs_rows, ldxs * 4, groups, scratch, PANEL * 4, 0)  # fmt: skip
+                _copy_columns(scratch, target, ldo, rows, width, accumulate)
+            row += rows
