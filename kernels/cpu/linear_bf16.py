@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -37,8 +36,8 @@ from numpy.typing import NDArray
 from ringserve.kernels.cpu import llvm
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.features import has_avx512
-from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32, load_f32, store_f32
+from ringserve.kernels.cpu.features import Level, has_avx512
+from ringserve.kernels.cpu.llvm import I32, I64, V16F32, V16I32, load_f32, store_f32
 
 VECTORS = 3
 PANEL = 16 * VECTORS
@@ -47,6 +46,8 @@ ROWS = 8
 """Rows of the largest register tile: 8 x 3 vectors of sums."""
 
 _UNROLL = K_UNIT // 2
+TURN_BYTES = 64 * VECTORS * _UNROLL
+AHEAD_LINES = 6
 
 
 def padded(n: int) -> int:
@@ -78,29 +79,34 @@ def pack_bf16(weight: NDArray[np.uint16]) -> NDArray[np.uint16]:
     return packed
 
 
-def _tile(rows: int) -> Any:
-    """The register tile for ``rows`` rows and one panel; addresses and byte strides."""
+@intrinsic  # type: ignore[untyped-decorator]
+def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
+    """The register tile for 1 to ``ROWS`` rows and one panel. Addresses, and strides in bytes:
 
-    def tile(context: Any, level: Any, w: Any, bias: Any, x: Any, ldx: Any, pairs: Any, out: Any, ldo: Any, add: Any):  # type: ignore[no-untyped-def]
-        native = has_avx512(level)
+    ``_tile(level, rows, (w, bias, x, ldx, pairs, out, ldo, accumulate, ahead, ahead_step))``
+    """
+    native = has_avx512(level)
 
-        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _emit_tile(b, rows, native, *args[1:])
-            return ctx.get_dummy_value()
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        values = cgutils.unpack_tuple(b, args[2])
+        llvm.switch(b, args[1], ROWS, lambda rows: _emit_tile(b, rows, native, *values))
+        return ctx.get_dummy_value()
 
-        return types.void(level, *([types.int64] * 8)), gen
-
-    return intrinsic(tile)
+    return types.void(level, types.int64, types.UniTuple(types.int64, len(numbers))), gen
 
 
-def _emit_tile(b: Any, rows: int, native: bool, w: Any, bias: Any, x: Any, ldx: Any, pairs: Any, out: Any, ldo: Any, add: Any) -> None:  # fmt: skip
+def _emit_tile(
+    b: Any, rows: int, native: bool, w: Any, bias: Any, x: Any, ldx: Any, pairs: Any, out: Any, ldo: Any, *rest: Any
+) -> None:
+    accumulate, ahead, ahead_step = rest
     const = llvm.const
     starts = llvm.row_addresses(b, x, ldx, rows)
     end = b.add(w, b.mul(pairs, const(64 * VECTORS)))
     before, loop, done = b.block, b.append_basic_block("pairs"), b.append_basic_block("sums")
     b.branch(loop)
+
     b.position_at_end(loop)
-    at, offset = b.phi(I64), b.phi(I64)
+    at, offset, ahead_at = b.phi(I64), b.phi(I64), b.phi(I64)
     sums = [[b.phi(V16F32) for _ in range(VECTORS)] for _ in range(rows)]
     new = [list(row) for row in sums]
     row_at = [llvm.row_address(b, starts, ldx, row, offset) for row in range(rows)]
@@ -110,70 +116,92 @@ def _emit_tile(b: Any, rows: int, native: bool, w: Any, bias: Any, x: Any, ldx: 
             pair = llvm.splat(b, llvm.load(b, row_at[row], 4 * step, I32), V16I32)
             for j in range(VECTORS):
                 new[row][j] = llvm.dot_bf16(b, new[row][j], pair, vectors[j], native)
+    if rows > ROWS // 2:
+        for line in range(AHEAD_LINES):
+            llvm.prefetch_line(b, ahead_at, 64 * line)
     next_at, next_offset = b.add(at, const(64 * VECTORS * _UNROLL)), b.add(offset, const(4 * _UNROLL))
-    for phi, first, following in [(at, w, next_at), (offset, const(0), next_offset)]:
-        phi.add_incoming(first, before)
-        phi.add_incoming(following, loop)
+    llvm.incoming([at, offset, ahead_at], [w, const(0), ahead], before)
+    llvm.incoming([at, offset, ahead_at], [next_at, next_offset, b.add(ahead_at, ahead_step)], loop)
     for row in range(rows):
-        for j in range(VECTORS):
-            sums[row][j].add_incoming(llvm.zeros(V16F32), before)
-            sums[row][j].add_incoming(new[row][j], loop)
+        llvm.incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before)
+        llvm.incoming(sums[row], new[row], loop)
     b.cbranch(b.icmp_unsigned("<", next_at, end), loop, done)
+
     b.position_at_end(done)
     biases = [llvm.load(b, bias, 64 * j, V16F32) for j in range(VECTORS)]
     new = [[b.fadd(new[row][j], biases[j]) for j in range(VECTORS)] for row in range(rows)]
-    llvm.store_tile(b, new, out, ldo, add)
-
-
-_tile_1, _tile_2, _tile_3, _tile_4 = _tile(1), _tile(2), _tile(3), _tile(4)
-_tile_5, _tile_6, _tile_7, _tile_8 = _tile(5), _tile(6), _tile(7), _tile(8)
+    llvm.store_tile(b, new, out, ldo, accumulate)
 
 
 @compiled
-def _rows(level: Any, rows: Any, w: Any, bias: Any, x: Any, ldx: Any, pairs: Any, out: Any, ldo: Any, add: Any) -> None:
-    if rows == 8:
-        _tile_8(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 7:
-        _tile_7(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 6:
-        _tile_6(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 5:
-        _tile_5(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 4:
-        _tile_4(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 3:
-        _tile_3(level, w, bias, x, ldx, pairs, out, ldo, add)
-    elif rows == 2:
-        _tile_2(level, w, bias, x, ldx, pairs, out, ldo, add)
-    else:
-        _tile_1(level, w, bias, x, ldx, pairs, out, ldo, add)
-
-
-@compiled
-def bf16_block(level: Any, w: Any, bias: Any, x: Any, ldx: Any, k_pad: Any, out: Any, ldo: Any, m: Any, n: Any, panel_first: Any, panel_last: Any, accumulate: Any) -> None:  # fmt: skip
+def bf16_block(
+    level: Level,
+    w: int,
+    bias: int,
+    x: int,
+    ldx: int,
+    k_pad: int,
+    out: int,
+    ldo: int,
+    m: int,
+    n: int,
+    panel_first: int,
+    panel_last: int,
+    accumulate: int,
+) -> None:
     """Panels ``panel_first .. panel_last - 1`` for all ``m`` rows; see the top of this file."""
     tiles = (m + ROWS - 1) // ROWS
-    pairs = k_pad // 2
+    panel_bytes = 2 * k_pad * PANEL
+    step = ahead_step(tiles)
     scratch = llvm.stack_floats_384()
     for panel in range(panel_first, panel_last):
-        w_panel = w + panel * pairs * (4 * PANEL)
+        w_panel = w + panel * panel_bytes
         column = panel * PANEL
+        b_panel = bias + 4 * column
         width = min(PANEL, n - column)
         row = 0
         for tile in range(tiles):
             # Tiles of nearly equal height: a last tile of one row would cost as much as one of four.
             rows = m // tiles + (1 if tile < m % tiles else 0)
-            x_rows, target = x + row * ldx * 2, out + (row * ldo + column) * 4
-            if width == PANEL:
-                _rows(level, rows, w_panel, bias + 4 * column, x_rows, ldx * 2, pairs, target, ldo * 4, accumulate)
-            else:
-                _rows(level, rows, w_panel, bias + 4 * column, x_rows, ldx * 2, pairs, scratch, PANEL * 4, 0)
-                _copy_columns(scratch, target, ldo, rows, width, accumulate)
+            target, stride, add = out + (row * ldo + column) * 4, ldo * 4, accumulate
+            if width < PANEL:
+                target, stride, add = scratch, PANEL * 4, 0
+            numbers = (
+                w_panel,
+                b_panel,
+                x + row * ldx * 2,
+                ldx * 2,
+                k_pad // 2,
+                target,
+                stride,
+                add,
+                ahead_address(tiles, tile, w_panel, panel_bytes),
+                step,
+            )
+            _tile(level, rows, numbers)
+            if width < PANEL:
+                copy_columns(scratch, out + (row * ldo + column) * 4, ldo, rows, width, accumulate)
             row += rows
 
 
 @compiled
-def _copy_columns(source: Any, target: Any, ldo: Any, rows: Any, width: Any, accumulate: Any) -> None:
+def ahead_step(tiles: int) -> int:
+    """Bytes of the next panel to prefetch in a turn of the tile's loop, which consumes ``TURN_BYTES`` of this one.
+
+    While several tiles pass over a panel, the next one is fetched from memory into the caches, a share in each pass.
+    """
+    return TURN_BYTES // min(max(tiles, 1), 4)
+
+
+@compiled
+def ahead_address(tiles: int, tile: int, panel: int, panel_bytes: int) -> int:
+    """Where a tile begins to prefetch; the panel itself (a harmless repetition) where there is nothing to do."""
+    passes = min(tiles, 4)
+    return panel + panel_bytes + tile * (panel_bytes // passes) if tiles > 1 and tile < passes else panel
+
+
+@compiled
+def copy_columns(source: int, target: int, ldo: int, rows: int, width: int, accumulate: int) -> None:
     """The last panel's columns that exist."""
     for i in range(rows):
         for j in range(width):

@@ -20,8 +20,8 @@ The block function is called from compiled code, on one thread, for a range of p
 
 * ``level``: ``features.AVX512`` or ``PORTABLE``, passed through;
 * ``w``, ``corrections``, ``wscale``, ``bias``: addresses; the last two of ``n_pad`` float32 (bias zeros if none);
-* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of float32 ``[m, ldxs]``, ``k_pad / 64``
-  used: what ``quantize.quantize_row`` writes;
+* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of float32 ``[m, ldxs]``,
+  ``k_pad / 64`` used: what ``quantize.quantize_row`` writes;
 * ``out``, ``ldo``, ``m``, ``n``, panels, ``accumulate``: as in ``linear_bf16``.
 
 A row's result is the same, bit for bit, whatever m, its place and the panels computed together are.
@@ -34,14 +34,23 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu import llvm
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.features import has_avx512
-from ringserve.kernels.cpu.linear_bf16 import PANEL, VECTORS, _copy_columns, padded
+from ringserve.kernels.cpu.features import Level, has_avx512
+from ringserve.kernels.cpu.linear_bf16 import (
+    AHEAD_LINES,
+    PANEL,
+    VECTORS,
+    ahead_address,
+    ahead_step,
+    copy_columns,
+    padded,
+)
 from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32
 
 GROUP = 64
@@ -79,22 +88,27 @@ def pack_int8(weight: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.in
     return packed, corrections
 
 
-def _tile(rows: int) -> Any:
-    """The register tile for ``rows`` rows and one panel; addresses and byte strides."""
+@intrinsic  # type: ignore[untyped-decorator]
+def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
+    """The register tile for 1 to ``ROWS`` rows and one panel. Addresses, and strides in bytes:
 
-    def tile(context: Any, level: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any):  # type: ignore[no-untyped-def]  # fmt: skip
-        native = has_avx512(level)
+    ``_tile(level, rows, (w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, accumulate, ahead,
+    ahead_step))``
+    """
+    native = has_avx512(level)
 
-        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _emit_tile(b, rows, native, *args[1:])
-            return ctx.get_dummy_value()
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        values = cgutils.unpack_tuple(b, args[2])
+        llvm.switch(b, args[1], ROWS, lambda rows: _emit_tile(b, rows, native, *values))
+        return ctx.get_dummy_value()
 
-        return types.void(level, *([types.int64] * 12)), gen
-
-    return intrinsic(tile)
+    return types.void(level, types.int64, types.UniTuple(types.int64, len(numbers))), gen
 
 
-def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any) -> None:  # fmt: skip
+def _emit_tile(
+    b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, *rest: Any
+) -> None:
+    xscale, ldxs, groups, out, ldo, accumulate, ahead, ahead_step = rest
     const = llvm.const
     # With one or two rows the corrections are computed on the way: their memory traffic would cost more.
     computed = rows <= 2
@@ -104,7 +118,7 @@ def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale
     b.branch(outer)
 
     b.position_at_end(outer)
-    group = b.phi(I64)
+    group, ahead_group = b.phi(I64), b.phi(I64)
     sums = [[b.phi(V16F32) for _ in range(VECTORS)] for _ in range(rows)]
     w_group = b.add(w, b.mul(group, const(GROUP * PANEL)))
     x_offset = b.mul(group, const(GROUP))
@@ -115,7 +129,7 @@ def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale
     b.branch(inner)
 
     b.position_at_end(inner)
-    step = b.phi(I64)
+    step, ahead_at = b.phi(I64), b.phi(I64)
     dots = [[b.phi(V16I32) for _ in range(VECTORS)] for _ in range(rows)]
     offsets = [b.phi(V16I32) for _ in range(VECTORS)] if computed else []
     new_dots, new_offsets = [list(row) for row in dots], list(offsets)
@@ -135,16 +149,24 @@ def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale
             new_dots[row] = [
                 llvm.dot_u8s8(b, dot, quad, vector, native) for dot, vector in zip(new_dots[row], vectors, strict=True)
             ]
-    next_step = b.add(step, const(_UNROLL))
-    _incoming([step], [const(0)], outer, [next_step], inner)
+    if rows > ROWS // 2:
+        for line in range(AHEAD_LINES):
+            llvm.prefetch_line(b, ahead_at, 64 * line)
+    next_step, next_ahead = b.add(step, const(_UNROLL)), b.add(ahead_at, ahead_step)
+    llvm.incoming([step, ahead_at], [const(0), ahead_group], outer)
+    llvm.incoming([step, ahead_at], [next_step, next_ahead], inner)
     for row in range(rows):
-        _incoming(dots[row], first, outer, new_dots[row], inner)
-    _incoming(offsets, [llvm.zeros(V16I32)] * len(offsets), outer, new_offsets, inner)
+        llvm.incoming(dots[row], first, outer)
+        llvm.incoming(dots[row], new_dots[row], inner)
+    if computed:
+        llvm.incoming(offsets, [llvm.zeros(V16I32)] * VECTORS, outer)
+        llvm.incoming(offsets, new_offsets, inner)
     b.cbranch(b.icmp_signed("<", next_step, const(_STEPS)), inner, group_done)
 
     b.position_at_end(group_done)
     next_group = b.add(group, const(1))
-    _incoming([group], [const(0)], before, [next_group], group_done)
+    llvm.incoming([group, ahead_group], [const(0), ahead], before)
+    llvm.incoming([group, ahead_group], [next_group, next_ahead], group_done)
     new_sums = []
     for row in range(rows):
         at_scale = llvm.row_address(b, scale_starts, ldxs, row, b.mul(group, const(4)))
@@ -152,55 +174,71 @@ def _emit_tile(b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale
         if computed:
             new_dots[row] = [b.sub(dot, offset) for dot, offset in zip(new_dots[row], new_offsets, strict=True)]
         new_sums.append([llvm.fma(b, b.sitofp(new_dots[row][j], V16F32), scale, sums[row][j]) for j in range(VECTORS)])
-        _incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before, new_sums[row], group_done)
+        llvm.incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before)
+        llvm.incoming(sums[row], new_sums[row], group_done)
     b.cbranch(b.icmp_signed("<", next_group, groups), outer, done)
 
     b.position_at_end(done)
     scales = [llvm.load(b, wscale, 64 * j, V16F32) for j in range(VECTORS)]
     biases = [llvm.load(b, bias, 64 * j, V16F32) for j in range(VECTORS)]
     tile = [[llvm.fma(b, new_sums[row][j], scales[j], biases[j]) for j in range(VECTORS)] for row in range(rows)]
-    llvm.store_tile(b, tile, out, ldo, add)
-
-
-def _incoming(phis: list[Any], first: list[Any], before: Any, following: list[Any], loop: Any) -> None:
-    for phi, initial, later in zip(phis, first, following, strict=True):
-        phi.add_incoming(initial, before)
-        phi.add_incoming(later, loop)
-
-
-_tile_1, _tile_2, _tile_3, _tile_4 = _tile(1), _tile(2), _tile(3), _tile(4)
+    llvm.store_tile(b, tile, out, ldo, accumulate)
 
 
 @compiled
-def _rows(level: Any, rows: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, groups: Any, out: Any, ldo: Any, add: Any) -> None:  # fmt: skip
-    if rows == 4:
-        _tile_4(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
-    elif rows == 3:
-        _tile_3(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
-    elif rows == 2:
-        _tile_2(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
-    else:
-        _tile_1(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, add)
-
-
-@compiled
-def int8_block(level: Any, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, ldxs: Any, k_pad: Any, out: Any, ldo: Any, m: Any, n: Any, panel_first: Any, panel_last: Any, accumulate: Any) -> None:  # fmt: skip
+def int8_block(
+    level: Level,
+    w: int,
+    corrections: int,
+    wscale: int,
+    bias: int,
+    x: int,
+    ldx: int,
+    xscale: int,
+    ldxs: int,
+    k_pad: int,
+    out: int,
+    ldo: int,
+    m: int,
+    n: int,
+    panel_first: int,
+    panel_last: int,
+    accumulate: int,
+) -> None:
     """Panels ``panel_first .. panel_last - 1`` for all ``m`` rows; see the top of this file."""
     tiles = (m + ROWS - 1) // ROWS
     groups = k_pad // GROUP
+    panel_bytes = k_pad * PANEL
+    step = ahead_step(tiles)
     scratch = llvm.stack_floats_384()
     for panel in range(panel_first, panel_last):
-        w_panel, c_panel = w + panel * k_pad * PANEL, corrections + panel * groups * (4 * PANEL)
+        w_panel, c_panel = w + panel * panel_bytes, corrections + panel * groups * (4 * PANEL)
         column = panel * PANEL
-        width = min(PANEL, n - column)
         s_panel, b_panel = wscale + 4 * column, bias + 4 * column
+        width = min(PANEL, n - column)
         row = 0
         for tile in range(tiles):
             rows = m // tiles + (1 if tile < m % tiles else 0)
-            x_rows, xs_rows, target = x + row * ldx, xscale + row * ldxs * 4, out + (row * ldo + column) * 4
-            if width == PANEL:
-                _rows(level, rows, w_panel, c_panel, s_panel, b_panel, x_rows, ldx, xs_rows, ldxs * 4, groups, target, ldo * 4, accumulate)  # fmt: skip
-            else:
-                _rows(level, rows, w_panel, c_panel, s_panel, b_panel, x_rows, ldx, xs_rows, ldxs * 4, groups, scratch, PANEL * 4, 0)  # fmt: skip
-                _copy_columns(scratch, target, ldo, rows, width, accumulate)
+            target, stride, add = out + (row * ldo + column) * 4, ldo * 4, accumulate
+            if width < PANEL:
+                target, stride, add = scratch, PANEL * 4, 0
+            numbers = (
+                w_panel,
+                c_panel,
+                s_panel,
+                b_panel,
+                x + row * ldx,
+                ldx,
+                xscale + row * ldxs * 4,
+                ldxs * 4,
+                groups,
+                target,
+                stride,
+                add,
+                ahead_address(tiles, tile, w_panel, panel_bytes),
+                step,
+            )
+            _tile(level, rows, numbers)
+            if width < PANEL:
+                copy_columns(scratch, out + (row * ldo + column) * 4, ldo, rows, width, accumulate)
             row += rows

@@ -19,6 +19,7 @@ For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``a
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,26 @@ def store_tile(b: Any, tile: list[list[Any]], out: Any, stride: Any, add: Any) -
                 store(b, vector, at, 64 * j)
         b.branch(after)
     b.position_at_end(after)
+
+
+def switch(b: Any, value: Any, largest: int, emit: Callable[[int], None]) -> None:
+    """Emit one variant for each of 1 .. ``largest``; run the one that ``value`` (int64) names, else the largest."""
+    after = b.append_basic_block("after")
+    variants = [b.append_basic_block(f"variant_{number}") for number in range(1, largest + 1)]
+    choice = b.switch(value, variants[-1])
+    for number, block in enumerate(variants, start=1):
+        if number < largest:
+            choice.add_case(const(number), block)
+        b.position_at_end(block)
+        emit(number)
+        b.branch(after)
+    b.position_at_end(after)
+
+
+def incoming(phis: list[Any], values: list[Any], block: Any) -> None:
+    """What each phi is when ``block`` came before."""
+    for phi, value in zip(phis, values, strict=True):
+        phi.add_incoming(value, block)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
