@@ -43,6 +43,7 @@ from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import Level, has_avx512
 from ringserve.kernels.cpu.linear_bf16 import (
+    AHEAD_LEVEL,
     AHEAD_LINES,
     PANEL,
     VECTORS,
@@ -151,7 +152,7 @@ def _emit_tile(
             ]
     if rows > ROWS // 2:
         for line in range(AHEAD_LINES):
-            llvm.prefetch_line(b, ahead_at, 64 * line)
+            llvm.prefetch_line(b, ahead_at, 64 * line, AHEAD_LEVEL)
     next_step, next_ahead = b.add(step, const(_UNROLL)), b.add(ahead_at, ahead_step)
     llvm.incoming([step, ahead_at], [const(0), ahead_group], outer)
     llvm.incoming([step, ahead_at], [next_step, next_ahead], inner)

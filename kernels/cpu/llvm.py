@@ -238,9 +238,9 @@ def prefetch(context: Any, p: Any) -> Any:
     return types.void(types.int64), gen
 
 
-def prefetch_line(b: Any, base: Any, offset: int | Any) -> None:
-    """Ask for the cache line at ``base + offset`` bytes, for reading, to be kept in all levels."""
-    one = [ir.Constant(I32, value) for value in (0, 3, 1)]
+def prefetch_line(b: Any, base: Any, offset: int | Any, locality: int = 3) -> None:
+    """Ask for the cache line at ``base + offset`` bytes, for reading; ``locality`` 3: into all levels, 2: into L2."""
+    one = [ir.Constant(I32, value) for value in (0, locality, 1)]
     _call(b, "llvm.prefetch.p0", ir.VoidType(), [address(b, base, offset, I8), *one])
 
 
