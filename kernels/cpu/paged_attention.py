@@ -4,10 +4,11 @@ For each query row r (a token's head) with position p_r:
 
     out_r = sum over t of softmax_t(scale * q_r . k_t) v_t,    p_r - window < t <= p_r
 
-computed page by page with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
-Dao et al., "FlashAttention", 2022). Pages are taken in ascending order from the first one that some row sees; a page
-that a row does not see leaves its state as it is, bit for bit. Hence a row's result is the same in a decode step, in any
-chunk of a prompt and among any neighbours. The weights are rounded to bfloat16 before they are summed and multiplied.
+computed page by page with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018; Dao et al., "FlashAttention", 2022). Pages are taken in ascending order from the first one that some row sees; a
+page that a row does not see leaves its state as it is, bit for bit. Hence a row's result is the same in a decode step,
+in any chunk of a prompt and among any neighbours. The weights are rounded to bfloat16 before they are summed and
+multiplied.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ def attend(
         num_keys = min(page_size, last_position + 1 - base)
         vectors = (num_keys + 15) // 16
         at = load_i32(table + 4 * page) * page_stride
-        pair_product(
-            level, queries, 2 * dim, keys + at, 4 * page_size, dim // 2, scores, 4 * page_size, rows, vectors
-        )
+        pair_product(level, queries, 2 * dim, keys + at, 4 * page_size, dim // 2, scores, 4 * page_size, rows, vectors)
         for r in range(rows):
             position = first_position + r // group
             low = position - window + 1 - base if window > 0 else 0

@@ -2,13 +2,13 @@
 
     out[r, c] = start[r, c] + sum over pairs i of  a[r, 2i] * b[i, c, 0] + a[r, 2i + 1] * b[i, c, 1]
 
-``a``: rows of bfloat16, ``lda`` bytes apart. ``b``: for each pair of the inner dimension one run of columns, each column
-two bfloat16 side by side, runs ``ldb`` bytes apart: keys as [dim / 2, token, 2], values as [token / 2, dim, 2]. ``out``:
-float32 rows, ``ldo`` bytes apart. ``start`` is zero, or ``out * factor[r]`` (a float32 for each row).
+``a``: rows of bfloat16, ``lda`` bytes apart. ``b``: for each pair of the inner dimension one run of columns, each
+column two bfloat16 side by side, runs ``ldb`` bytes apart: keys as [dim / 2, token, 2], values as [token / 2, dim, 2].
+``out``: float32 rows, ``ldo`` bytes apart. ``start`` is zero, or ``out * factor[r]`` (a float32 for each row).
 
 An element is one chain of additions over the pairs, in their order, whatever the rows and columns around it: it does
-not depend on how many rows are computed together. Levels: ``level`` is None on any processor (two multiply-adds for a
-pair), an integer where VDPBF16PS exists (one instruction for 32 products).
+not depend on how many rows are computed together. A pair is one VDPBF16PS (32 products) or, on the portable level, two
+multiply-adds; the two levels round differently.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ringserve.kernels.cpu.compiled import compiled
+from ringserve.kernels.cpu.features import has_avx512
 from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32, const, dot_bf16, load, splat, store, zeros
-from ringserve.kernels.cpu.vector import integer_lanes, llvm_function
-
-
-def _portable_pair(b: Any, total: Any, left: Any, right: Any) -> Any:
-    """The same with widened halves: first the even, then the odd."""
-    fma = llvm_function(b, "llvm.fmuladd.v16f32", 3)
-    high = integer_lanes(-65536)
-    even = [b.bitcast(b.shl(v, integer_lanes(16)), V16F32) for v in (left, right)]
-    odd = [b.bitcast(b.and_(v, high), V16F32) for v in (left, right)]
-    return b.call(fma, [*odd, b.call(fma, [*even, total])])
 
 
 def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
@@ -38,11 +29,10 @@ def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
     def tile(
         context: Any, level: Any, a: Any, lda: Any, b_matrix: Any, ldb: Any, pairs: Any, out: Any, ldo: Any, factor: Any
     ) -> Any:
-        portable = isinstance(level, types.NoneType)
+        native = has_avx512(level)
 
         def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
             _, a, lda, b_matrix, ldb, pairs, out, ldo, factor = args
-            multiply_pair = _portable_pair if portable else dot_bf16
             a_rows = [b.add(a, b.mul(lda, const(r))) for r in range(rows)]
             out_rows = [b.add(out, b.mul(ldo, const(r))) for r in range(rows)]
             starts = []
@@ -68,7 +58,7 @@ def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
             for r in range(rows):
                 left = splat(b, load(b, b.add(a_rows[r], a_at), 0, I32), V16I32)
                 for v in range(vectors):
-                    results.append(multiply_pair(b, totals[r * vectors + v], left, columns[v]))
+                    results.append(dot_bf16(b, totals[r * vectors + v], left, columns[v], native))
             for phi, result in zip(totals, results, strict=True):
                 phi.add_incoming(result, loop)
             following = b.add(i, const(1))

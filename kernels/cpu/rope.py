@@ -1,7 +1,7 @@
 """Rotary position embedding, "two halves" convention: with h = dim / 2 and angles a[position, i],
 
-    out[i]     = x[i] * cos a[i] - x[i + h] * sin a[i]
-    out[i + h] = x[i + h] * cos a[i] + x[i] * sin a[i]
+out[i]     = x[i] * cos a[i] - x[i + h] * sin a[i]
+out[i + h] = x[i + h] * cos a[i] + x[i] * sin a[i]
 """
 
 from __future__ import annotations

@@ -33,10 +33,11 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.extending import register_jitable
-from numpy.typing import NDArray
 
+from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.llvm import compare_exchange, fetch_add, load_acquire, pause, store_release
+from ringserve.kernels.cpu.vector import read_clock, write_i64
 
 RECORD = 64
 """Bytes of an operation's record, and of the header."""
@@ -122,20 +123,32 @@ def start_step(header: Any) -> None:
         _syscall(FUTEX, header, FUTEX_WAKE_PRIVATE, 1 << 20, 0, 0)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
-def walk(records: Any, num_operations: Any, epoch: Any, run_tile: Any, thread: Any, context: Any) -> Any:
-    """Take part in a step; ``run_tile(operation, tile, thread, context)`` computes. True: every operation is done."""
-    for operation in range(num_operations):
-        record = records + operation * RECORD
-        while True:
-            tile = claim(record, epoch)
-            if tile < 0:
-                break
-            run_tile(operation, tile, thread, context)
-            finish(record)
-        if tile == -2 or not await_operation(record, epoch):
-            return False
-    return True
+def make_walk(run_tile: Any) -> Any:
+    """``walk(records, num_operations, epoch, thread, context, stamps)`` for compiled code: take part in a step, with
+    ``run_tile(operation, tile, thread, context)`` computing the tiles claimed. True: every operation is done.
+
+    ``stamps``: 0, or where the processor's clock is written (int64) at the start and after each operation.
+    """
+
+    @register_jitable  # type: ignore[untyped-decorator]
+    def walk(records: Any, num_operations: Any, epoch: Any, thread: Any, context: Any, stamps: Any) -> Any:
+        if stamps != 0:
+            write_i64(stamps, read_clock())
+        for operation in range(num_operations):
+            record = records + operation * RECORD
+            while True:
+                tile = claim(record, epoch)
+                if tile < 0:
+                    break
+                run_tile(operation, tile, thread, context)
+                finish(record)
+            if tile == -2 or not await_operation(record, epoch):
+                return False
+            if stamps != 0:
+                write_i64(stamps + 8 * (operation + 1), read_clock())
+        return True
+
+    return walk
 
 
 @register_jitable  # type: ignore[untyped-decorator]
@@ -165,13 +178,6 @@ def _stop(header: int) -> None:
     _syscall(FUTEX, header, FUTEX_WAKE_PRIVATE, 1 << 20, 0, 0)
 
 
-def aligned(num_bytes: int, alignment: int = 64) -> NDArray[np.uint8]:
-    """Zeroed memory at a multiple of ``alignment``."""
-    raw = np.zeros(num_bytes + alignment, dtype=np.uint8)
-    offset = -raw.ctypes.data % alignment
-    return raw[offset : offset + num_bytes]
-
-
 class Team:
     """The header and the helper threads.
 
@@ -182,7 +188,7 @@ class Team:
     def __init__(self, num_threads: int, helper: Callable[[int, int], None]) -> None:
         if FUTEX < 0 and num_threads > 1:
             raise ValueError(f"no system call is known for threads that wait on {platform.machine()}")
-        self._memory = aligned(RECORD)
+        self._memory = aligned_zeros(RECORD, np.uint8)
         self.header: int = self._memory.ctypes.data
         self.num_threads = num_threads
         self._threads = [

@@ -348,3 +348,14 @@ def write_i32(context: Any, at: Any, value: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_clock(context: Any) -> Any:
+    """The processor's cycle (or time stamp) counter."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(I64, [])
+        return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.readcyclecounter"), [])
+
+    return types.int64(), generate
