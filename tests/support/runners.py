@@ -16,6 +16,7 @@ from ringserve.config import ModelSource
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.torch_forward import TorchForward
 from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampled, Sampler
 from ringserve.engine.self_check import TracedModel, check_model
@@ -73,4 +74,5 @@ def make_bench(
         for pages in pool.layer(index):
             pages.fill_(torch.nan)
     sampler = RecordingSampler(traced.vocab_size, loaded.eos_token_ids, num_slots)
-    return Bench(loaded, traced, pool, sampler, ModelRunner(loaded.model, traced.modules, pool, sampler))
+    forward = TorchForward(loaded.model, traced.modules, pool)
+    return Bench(loaded, traced, pool, sampler, ModelRunner(forward, page_size, sampler))
