@@ -73,6 +73,9 @@ class Executor:
             Started(
                 {
                     "dtype": ready.dtype,
+                    "model_impl": ready.model_impl,
+                    "quantization": ready.quantization,
+                    "instructions": ready.instructions,
                     "device": ready.device,
                     "threads": ready.num_threads,
                     "kv_tokens": ready.num_pages * ready.page_size,
@@ -106,6 +109,8 @@ class Executor:
 
     def shutdown(self) -> None:
         self._steps.clear()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
     def _progress(self, stage: str, fraction: float) -> None:

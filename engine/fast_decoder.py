@@ -13,19 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringserve.engine.fast_weights import DecoderWeights, LayerWeights, Linear
+from ringserve.engine.kv_pool import KVPool
 from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.linear_int8 import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
-from ringserve.kernels.cpu.team import RECORD, Team
+from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 HEAD_GROUP = 4
 """Panels of the output layer that a thread takes at once; of other layers one (or one of gate and one of up)."""
-
-Addresses = list[tuple[int, int]]
-"""(keys, values) of each layer's page 0."""
 
 
 def row_stride(elements: int, item_size: int) -> int:
@@ -47,16 +45,19 @@ class FastDecoder:
     def __init__(
         self,
         weights: DecoderWeights,
-        pages: Addresses,
-        page_size: int,
+        pool: KVPool,
         windows: list[int],
         num_threads: int,
         level: Level,
         max_tokens: int,
     ) -> None:
-        """``pages``: bfloat16 pages of each layer, ``page_size`` >= 16 tokens; ``max_tokens``: of an ordinary step."""
+        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step."""
         shape = weights.shape
-        self._weights, self._pages, self._windows = weights, pages, windows
+        page_size = pool.page_size
+        self._weights, self._windows = weights, windows
+        self._pool = pool  # compiled code knows addresses only: whoever computes keeps the memory
+        layers = [pool.layer(index) for index in range(shape.layers)]
+        self._pages = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
         self._shape, self._page_size = shape, page_size
         self._int8 = weights.layers[0].down.int8
         self._group = shape.heads // shape.kv_heads
@@ -97,6 +98,10 @@ class FastDecoder:
             np.float32(shape.scale * LOG2_E),
             level,
         )
+        if num_threads > 1:  # compiled here, not by the thread that is needed
+            stopped = np.zeros(8, np.int64)
+            stopped[STOP // 8] = 1
+            k.help_steps(stopped.ctypes.data, 1, *self._fixed)
         self._team = Team(num_threads, lambda header, thread: k.help_steps(header, thread, *self._fixed))
 
     @property
@@ -123,6 +128,8 @@ class FastDecoder:
         the order of its rows, whose logits are returned, float32 [len(wanted), vocab_size]; the next step overwrites
         them.
         """
+        # Compiled code is specialised by the arrays' flags too: those of messages cannot be written to.
+        slots, counts = slots.copy(), counts.copy()
         total = int(counts.sum())
         if total > self._capacity:
             self._grow(total)

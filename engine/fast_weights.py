@@ -1,9 +1,9 @@
 """Which models the fast path on CPUs computes, and their weights in the form in which it reads them.
 
-The fast path knows one family: pre-norm decoders with rotary embeddings and SwiGLU (Llama, Mistral, Qwen2, Qwen3, SmolLM
-and whatever is published under their classes). ``decoder_shape`` looks at the configuration and at the modules that the
-loaded model really has; anything unknown there means the general path. Whether the two compute the same is not taken
-from this list but checked on the loaded weights (``self_check``).
+The fast path knows one family: pre-norm decoders with rotary embeddings and SwiGLU (Llama, Mistral, Qwen2, Qwen3,
+SmolLM and whatever is published under their classes). ``decoder_shape`` looks at the configuration and at the modules
+that the loaded model really has; anything unknown there means the general path. Whether the two compute the same is not
+taken from this list but checked on the loaded weights (``self_check``).
 """
 
 from __future__ import annotations

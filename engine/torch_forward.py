@@ -1,4 +1,4 @@
-"""The general path: any model of transformers with our attention plugged in, one packed row of all sequences' tokens."""
+"""The general path: any model of transformers with our attention plugged in, all sequences in one packed row."""
 
 from __future__ import annotations
 
