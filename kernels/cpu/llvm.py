@@ -8,7 +8,7 @@ Callable from compiled code (addresses are int64 and must be aligned to their ty
 * ``pause()``: the processor's hint inside a spinning loop;
 * ``prefetch(p)``: ask for a cache line, into all levels;
 * ``f32_bits(x) -> int32``, ``bits_f32(i) -> float32``; loops over them vectorise;
-* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``load_u16``, ``store_u16``, ``store_u8``, ``load_i8``: plain
+* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``, ``load_u16``, ``store_u16``, ``store_u8``, ``load_i8``: plain
   memory accesses at an address;
 * ``f32_to_bf16(x) -> uint16`` rounds to nearest, ties to even (NaN stays NaN), ``bf16_to_f32(u)``.
 
@@ -286,6 +286,7 @@ load_i32 = _loader(I32, types.int32)
 load_u16 = _loader(I16, types.uint16)
 load_i8 = _loader(I8, types.int8)
 store_f32 = _storer(F32, types.float32)
+store_i32 = _storer(I32, types.int32)
 store_u16 = _storer(I16, types.uint16)
 store_u8 = _storer(I8, types.uint8)
 
