@@ -52,8 +52,8 @@ def logprobs(
     log_sum = np.inf
     if top > MINUS_INFINITY:
         exponentials(x, vocab, top, LOG2_E, weights)
-        log_sum = np.float64(top) + log(total_weight(weights, vocab))
-    out_values[0] = np.float64(chosen) - log_sum
+        log_sum = log(total_weight(weights, vocab))
+    out_values[0] = (np.float64(chosen) - np.float64(top)) - log_sum
     if k > 0:
         count = largest(x, maxima, vocab, top, k, values, ids, weights, ones)
         for i in range(count):
@@ -63,7 +63,7 @@ def logprobs(
                 at -= 1
             out_ids[at + 1], out_values[at + 1] = ids[i], np.float64(value)
         for i in range(1, count + 1):
-            out_values[i] -= log_sum
+            out_values[i] = (out_values[i] - np.float64(top)) - log_sum
     _, above = weight_from(x, ones, vocab, following(chosen))
     return 1 + above
 
