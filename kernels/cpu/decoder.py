@@ -69,6 +69,8 @@ SIZE_FIELDS = 16
 
 EMBED_ROWS, NORM_ROWS = 16, 8
 """Rows of a tile."""
+WHOLE_SEGMENTS = 8
+"""From so many segments on, a tile of ATTEND is a segment with all kv heads."""
 GATE_UP_ROWS = 64
 """Rows whose gate and up projections lie in a thread's scratch memory at once: 24 KiB."""
 
@@ -93,7 +95,7 @@ def _tiles(op: Any, step: Any, sizes: Any) -> Any:
         return _blocks(op[PANELS], op[GROUP])
     if kind == ROTATE:
         return 0 if step[SINGLE] else step[NUM_SEGMENTS]
-    return step[NUM_SEGMENTS] * sizes[KV_HEADS]
+    return step[NUM_SEGMENTS] * (1 if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS else sizes[KV_HEADS])
 
 
 @compiled
@@ -211,16 +213,33 @@ def _rotate(op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, scratch: 
 
 @compiled
 def _attend(level: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, tile: int, scratch: int) -> None:
+    """One kv head of a segment or, with many segments, all: what comes next is then known, and loaded ahead."""
+    kv_heads = sizes[KV_HEADS]
+    if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS:
+        for kv_head in range(kv_heads):
+            _attend_head(level, op, step, sizes, scale, eps, tile, kv_head, kv_heads, scratch)
+    else:
+        kv_head = tile % kv_heads
+        _attend_head(level, op, step, sizes, scale, eps, tile // kv_heads, kv_head, kv_head + 1, scratch)
+
+
+@compiled
+def _attend_head(
+    level: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, index: int, kv_head: int, end: int, scratch: int
+) -> None:
     dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
     group = sizes[HEADS] // kv_heads
-    # A segment's heads one after the other: two threads seldom write to one cache line.
-    segment = step[SEGMENTS] + 32 * (tile // kv_heads)
-    kv_head = tile % kv_heads
+    segment = step[SEGMENTS] + 32 * index
     if step[SINGLE]:
         _rotate(op, segment, kv_head, sizes, eps, scratch)
     token, position = read_i64(segment), read_i64(segment + 8)
     count, table = read_i64(segment + 16), read_i64(segment + 24)
     head_bytes = 2 * page_size * dim
+    page_bytes = kv_heads * head_bytes
+    keys, values = op[KEYS] + kv_head * head_bytes, op[VALUES] + kv_head * head_bytes
+    following = keys
+    if kv_head + 1 < end and op[WINDOW] == 0:
+        following = keys + head_bytes + load_i32(table) * page_bytes
     rows = attend(
         level,
         op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token),
@@ -229,13 +248,14 @@ def _attend(level: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, ti
         position,
         op[WINDOW],
         scale,
-        op[KEYS] + kv_head * head_bytes,
-        op[VALUES] + kv_head * head_bytes,
+        keys,
+        values,
         table,
-        kv_heads * head_bytes,
+        page_bytes,
         page_size,
         dim,
         scratch,
+        following,
     )
     for t in range(count):
         row, column = rows + 4 * t * group * dim, kv_head * group * dim

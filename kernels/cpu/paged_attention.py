@@ -23,16 +23,15 @@ from ringserve.kernels.cpu.pair_product import pair_product, pair_product_add
 from ringserve.kernels.cpu.vector import (
     add,
     broadcast,
-    exp2,
+    exp2_coarse,
     keep_between,
     largest_lane,
     load,
     maximum,
     multiply,
-    round_to_bfloat16,
+    multiply_add,
     store,
-    store_bfloat16,
-    subtract,
+    store_rounded,
     sum_lanes,
 )
 
@@ -50,37 +49,46 @@ def scratch_bytes(dim: int, page_size: int) -> int:
 
 @compiled
 def _softmax_row(
-    scores: int, weights: int, vectors: int, low: int, high: int, scale: Any, state: int, total: int, factor: int
+    level: Any,
+    scores: int,
+    weights: int,
+    vectors: int,
+    low: int,
+    high: int,
+    scale: Any,
+    state: int,
+    total: int,
+    factor: int,
 ) -> None:
     """One row of a page: scores [16 * vectors] -> weights; keys outside [low, high) weigh nothing.
 
-    ``state``: the running maximum; ``total``: 16 partial sums of weights; ``factor``: what earlier sums shrink by.
+    ``state``: the largest score so far, not yet scaled; ``total``: 16 partial sums of weights; ``factor``: what earlier
+    sums shrink by. ``scale`` > 0.
     """
     before = load_f32(state)
-    by = broadcast(scale)
     top = broadcast(np.float32(LOWEST))
-    masked = low > 0 or high < 16 * vectors
-    for v in range(vectors):
-        s = multiply(load(scores + 64 * v), by)
-        if masked:
-            s = keep_between(s, 16 * v, low, high)
-        store(scores + 64 * v, s)
-        top = maximum(s, top)
+    if low > 0 or high < 16 * vectors:
+        for v in range(vectors):
+            s = keep_between(load(scores + 64 * v), 16 * v, low, high)
+            store(scores + 64 * v, s)
+            top = maximum(s, top)
+    else:
+        for v in range(vectors):
+            top = maximum(load(scores + 64 * v), top)
     largest = largest_lane(top)
+    sums = load(total)
     if largest > before:
-        shrink = exp2(broadcast(before - largest))
+        shrink = exp2_coarse(level, broadcast((before - largest) * scale))
         store_f32(state, largest)
-        sums = multiply(load(total), shrink)
+        sums = multiply(sums, shrink)
         store_f32(factor, sum_lanes(shrink) * np.float32(0.0625))
         before = largest
     else:
-        sums = load(total)
         store_f32(factor, np.float32(1))
-    origin = broadcast(before)
+    by, origin = broadcast(scale), broadcast(-before * scale)
     for v in range(vectors):
-        w = round_to_bfloat16(exp2(subtract(load(scores + 64 * v), origin)))
-        store_bfloat16(weights + 32 * v, w)
-        sums = add(sums, w)
+        weight = exp2_coarse(level, multiply_add(load(scores + 64 * v), by, origin))
+        sums = add(sums, store_rounded(level, weights + 32 * v, weight))
     store(total, sums)
 
 
@@ -100,12 +108,14 @@ def attend(
     page_size: int,
     dim: int,
     scratch: int,
+    following: int,
 ) -> int:
     """Attend with ``rows`` query rows [rows, dim] (bfloat16, contiguous): ``group`` heads of the token at
     ``first_position``, then of the next one. Returns the address of float32 [rows, dim] inside ``scratch``.
 
     ``keys``, ``values``: page 0 of the kv head (``kv_pages`` has the layout); page i of the sequence is
     ``page_stride`` bytes times the int32 ``table[i]`` further. ``window``: 0 for none. ``scale`` includes log2(e).
+    ``following``: the keys that the caller looks at next, or any address.
     """
     scores = scratch
     weights = scores + MAX_ROWS * 4 * page_size
@@ -128,11 +138,26 @@ def attend(
         num_keys = min(page_size, last_position + 1 - base)
         vectors = (num_keys + 15) // 16
         at = load_i32(table + 4 * page) * page_stride
-        pair_product(level, queries, 2 * dim, keys + at, 4 * page_size, dim // 2, scores, 4 * page_size, rows, vectors)
+        pair_product(
+            level,
+            queries,
+            2 * dim,
+            keys + at,
+            4 * page_size,
+            dim // 2,
+            scores,
+            4 * page_size,
+            rows,
+            vectors,
+            values + at,
+        )
+        page += 1
+        ahead = keys + load_i32(table + 4 * page) * page_stride if page * page_size <= last_position else following
         for r in range(rows):
             position = first_position + r // group
             low = position - window + 1 - base if window > 0 else 0
             _softmax_row(
+                level,
                 scores + 4 * page_size * r,
                 weights + 2 * page_size * r,
                 vectors,
@@ -155,8 +180,8 @@ def attend(
             factors,
             rows,
             dim // 16,
+            ahead,
         )
-        page += 1
     for r in range(rows):
         by = broadcast(np.float32(1) / sum_lanes(load(totals + 64 * r)))
         for i in range(0, dim, 16):

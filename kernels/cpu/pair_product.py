@@ -20,19 +20,42 @@ from numba.extending import intrinsic
 
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import has_avx512
-from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32, const, dot_bf16, load, splat, store, zeros
+from ringserve.kernels.cpu.llvm import (
+    F32,
+    I32,
+    I64,
+    V16F32,
+    V16I32,
+    const,
+    dot_bf16,
+    load,
+    prefetch_line,
+    splat,
+    store,
+    zeros,
+)
 
 
 def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
     """``rows`` x ``16 * vectors`` outputs in registers."""
 
     def tile(
-        context: Any, level: Any, a: Any, lda: Any, b_matrix: Any, ldb: Any, pairs: Any, out: Any, ldo: Any, factor: Any
+        context: Any,
+        level: Any,
+        a: Any,
+        lda: Any,
+        b_matrix: Any,
+        ldb: Any,
+        pairs: Any,
+        out: Any,
+        ldo: Any,
+        factor: Any,
+        ahead: Any,
     ) -> Any:
         native = has_avx512(level)
 
         def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-            _, a, lda, b_matrix, ldb, pairs, out, ldo, factor = args
+            _, a, lda, b_matrix, ldb, pairs, out, ldo, factor, ahead = args
             a_rows = [b.add(a, b.mul(lda, const(r))) for r in range(rows)]
             out_rows = [b.add(out, b.mul(ldo, const(r))) for r in range(rows)]
             starts = []
@@ -53,6 +76,9 @@ def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
             for phi, start in zip(totals, starts, strict=True):
                 phi.add_incoming(start, before)
             b_at, a_at = b.mul(i, ldb), b.mul(i, const(4))
+            lines = b.add(ahead, b.mul(i, const(64 * vectors)))
+            for v in range(vectors):
+                prefetch_line(b, lines, 64 * v)
             columns = [load(b, b.add(b_matrix, b_at), 64 * v, V16I32) for v in range(vectors)]
             results = []
             for r in range(rows):
@@ -70,7 +96,7 @@ def _make_tile(rows: int, vectors: int, scaled: bool) -> Any:
                     store(b, results[r * vectors + v], out_rows[r], 64 * v)
             return ctx.get_dummy_value()
 
-        return types.void(level, *[types.int64] * 8), generate
+        return types.void(level, *[types.int64] * 9), generate
 
     return intrinsic(tile)
 
@@ -85,9 +111,10 @@ _s1x4, _s2x4, _s3x4, _s6x4 = (_make_tile(rows, 4, True) for rows in (1, 2, 3, 6)
 
 @compiled
 def pair_product(
-    level: Any, a: int, lda: int, b: int, ldb: int, pairs: int, out: int, ldo: int, rows: int, vectors: int
+    level: Any, a: int, lda: int, b: int, ldb: int, pairs: int, out: int, ldo: int, rows: int, vectors: int, ahead: int
 ) -> None:
-    """``out`` [rows, 16 * vectors] = a @ b; ``pairs`` >= 1."""
+    """``out`` [rows, 16 * vectors] = a @ b; ``pairs`` >= 1. ``ahead``: what to load into the cache meanwhile, 64 *
+    vectors bytes for each pair."""
     v = 0
     while v < vectors:
         step = 4 if vectors - v >= 4 else (2 if vectors - v >= 2 else 1)
@@ -95,47 +122,59 @@ def pair_product(
         r = 0
         while r < rows:
             left = rows - r
+            fetch = ahead + 64 * pairs * v if r == 0 else bv  # once is enough: what is at hand costs nothing
             ar, outr = a + r * lda, ov + r * ldo
             if left >= 6:
                 if step == 4:
-                    _6x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _6x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 elif step == 2:
-                    _6x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _6x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 else:
-                    _6x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _6x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 r += 6
             elif left >= 3:
                 if step == 4:
-                    _3x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _3x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 elif step == 2:
-                    _3x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _3x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 else:
-                    _3x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _3x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 r += 3
             elif left == 2:
                 if step == 4:
-                    _2x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _2x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 elif step == 2:
-                    _2x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _2x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 else:
-                    _2x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _2x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 r += 2
             else:
                 if step == 4:
-                    _1x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _1x4(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 elif step == 2:
-                    _1x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _1x2(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 else:
-                    _1x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0)
+                    _1x1(level, ar, lda, bv, ldb, pairs, outr, ldo, 0, fetch)
                 r += 1
         v += step
 
 
 @compiled
 def pair_product_add(
-    level: Any, a: int, lda: int, b: int, ldb: int, pairs: int, out: int, ldo: int, factor: int, rows: int, vectors: int
+    level: Any,
+    a: int,
+    lda: int,
+    b: int,
+    ldb: int,
+    pairs: int,
+    out: int,
+    ldo: int,
+    factor: int,
+    rows: int,
+    vectors: int,
+    ahead: int,
 ) -> None:
-    """``out`` [rows, 16 * vectors] = out * factor [rows, 1] + a @ b; ``pairs`` >= 1."""
+    """``out`` [rows, 16 * vectors] = out * factor [rows, 1] + a @ b; otherwise as ``pair_product``."""
     v = 0
     while v < vectors:
         step = 4 if vectors - v >= 4 else (2 if vectors - v >= 2 else 1)
@@ -143,37 +182,38 @@ def pair_product_add(
         r = 0
         while r < rows:
             left = rows - r
+            fetch = ahead + 64 * pairs * v if r == 0 else bv  # once is enough: what is at hand costs nothing
             ar, outr, fr = a + r * lda, ov + r * ldo, factor + 4 * r
             if left >= 6:
                 if step == 4:
-                    _s6x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s6x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 elif step == 2:
-                    _s6x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s6x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 else:
-                    _s6x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s6x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 r += 6
             elif left >= 3:
                 if step == 4:
-                    _s3x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s3x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 elif step == 2:
-                    _s3x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s3x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 else:
-                    _s3x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s3x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 r += 3
             elif left == 2:
                 if step == 4:
-                    _s2x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s2x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 elif step == 2:
-                    _s2x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s2x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 else:
-                    _s2x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s2x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 r += 2
             else:
                 if step == 4:
-                    _s1x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s1x4(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 elif step == 2:
-                    _s1x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s1x2(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 else:
-                    _s1x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr)
+                    _s1x1(level, ar, lda, bv, ldb, pairs, outr, ldo, fr, fetch)
                 r += 1
         v += step
