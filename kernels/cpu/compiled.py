@@ -5,17 +5,17 @@ files; a changed ``llvm.py`` must not leave old machine code behind. The stamp i
 the package. The cache lies beside the source (``__pycache__``) or, where that cannot be written, in the user's cache
 directory; where neither can be written, functions are compiled at every start.
 
-Arithmetic is exact IEEE unless a function asks for ``fastmath``: a row's result must not depend on how a loop was
-vectorised around it.
+Arithmetic is exact IEEE, no ``fastmath``: a row's result must not depend on how a loop was vectorised around it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from numba import njit
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
@@ -52,18 +52,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 def compiled(function: F) -> F:
     """Compile ``function`` on its first call (from Python or from other compiled code)."""
-    return _compile(function, False)
-
-
-def compiled_reordering(function: F) -> F:
-    """As ``compiled``, but sums may be added in any order: for results that tolerate it, or integers."""
-    return _compile(function, {"reassoc", "nsz", "contract"})
-
-
-def _compile(function: F, fastmath: Any) -> F:
-    dispatcher: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath=fastmath)(function)
-    try:
+    dispatcher: Any = njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+    with contextlib.suppress(RuntimeError):  # no directory that can be written: compile at every start
         dispatcher._cache = _Cache(function)
-    except RuntimeError:  # no directory that can be written: compile at every start
-        return dispatcher  # type: ignore[no-any-return]
-    return dispatcher  # type: ignore[no-any-return]
+    return cast(F, dispatcher)

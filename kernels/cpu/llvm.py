@@ -1,4 +1,4 @@
-"""Instructions that numba has no words for, as LLVM IR: atomics, prefetch, bit casts, and the helpers that the kernels'
+"""Instructions that numba has no words for, as LLVM IR: atomics, bit casts, and the helpers that the kernels'
 own IR is written with.
 
 Callable from compiled code (addresses are int64 and must be aligned to their type):
@@ -6,14 +6,11 @@ Callable from compiled code (addresses are int64 and must be aligned to their ty
 * ``load_acquire(p)``, ``store_release(p, v)``, ``fetch_add(p, v)`` (returns the old value, acquire and release),
   ``compare_exchange(p, expected, new)`` (returns the old value: it succeeded where that equals ``expected``): int64;
 * ``pause()``: the processor's hint inside a spinning loop;
-* ``prefetch(p)``: ask for a cache line, into all levels;
 * ``f32_bits(x) -> int32``, ``bits_f32(i) -> float32``; loops over them vectorise;
-* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``, ``load_u16``, ``store_u16``, ``store_u8``, ``load_i8``: plain
-  memory accesses at an address;
-* ``f32_to_bf16(x) -> uint16`` rounds to nearest, ties to even (NaN stays NaN), ``bf16_to_f32(u)``.
+* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``: plain memory accesses at an address.
 
 For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``address``, ``load``, ``store``,
-``fma``, ``dot_bf16``, ``dot_u8s8``.
+``fma``, ``dot_bf16``, ``dot_u8s8``, ``prefetch_line``, ``switch`` and so on.
 """
 
 from __future__ import annotations
@@ -22,13 +19,10 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from ringserve.kernels.cpu.compiled import compiled
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -96,6 +90,16 @@ def _call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """``x * y + z``; 16 float32. Rounded once where the processor can (all that have a level of their own)."""
     return _call(b, "llvm.fmuladd.v16f32", V16F32, [x, y, z])
+
+
+def smax(b: Any, x: Any, y: Any) -> Any:
+    """The larger of each of 16 int32."""
+    return _call(b, "llvm.smax.v16i32", V16I32, [x, y])
+
+
+def largest_of_lanes(b: Any, x: Any) -> Any:
+    """The largest of 16 int32."""
+    return _call(b, "llvm.vector.reduce.smax.v16i32", I32, [x])
 
 
 def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
@@ -229,15 +233,6 @@ def pause(context: Any) -> Any:
     return types.void(), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(context: Any, p: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        prefetch_line(b, args[0], 0)
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64), gen
-
-
 def prefetch_line(b: Any, base: Any, offset: int | Any, locality: int = 3) -> None:
     """Ask for the cache line at ``base + offset`` bytes, for reading; ``locality`` 3: into all levels, 2: into L2."""
     one = [ir.Constant(I32, value) for value in (0, locality, 1)]
@@ -283,24 +278,5 @@ def _storer(kind: Any, argument: Any) -> Any:
 
 load_f32 = _loader(F32, types.float32)
 load_i32 = _loader(I32, types.int32)
-load_u16 = _loader(I16, types.uint16)
-load_i8 = _loader(I8, types.int8)
 store_f32 = _storer(F32, types.float32)
 store_i32 = _storer(I32, types.int32)
-store_u16 = _storer(I16, types.uint16)
-store_u8 = _storer(I8, types.uint8)
-
-
-@compiled
-def f32_to_bf16(x: Any) -> Any:
-    """Round a float32 to bfloat16 (nearest, ties to even); uint16."""
-    bits = np.uint32(f32_bits(x))
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-@compiled
-def bf16_to_f32(u: Any) -> Any:
-    """The float32 of a bfloat16 (uint16)."""
-    return bits_f32(np.int32(np.uint32(u) << np.uint32(16)))
