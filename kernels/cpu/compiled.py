@@ -24,22 +24,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
-def package_stamp() -> bytes:
-    """A digest of this package's source."""
+def source_digest(directory: Path) -> bytes:
+    """A digest of the names and contents of a directory's Python files."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(directory.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.digest()
 
 
 class _InTree(InTreeCacheLocator):  # type: ignore[misc]
     def get_source_stamp(self) -> bytes:
-        return package_stamp()
+        return source_digest(Path(__file__).parent)
 
 
 class _UserWide(UserWideCacheLocator):  # type: ignore[misc]
     def get_source_stamp(self) -> bytes:
-        return package_stamp()
+        return source_digest(Path(__file__).parent)
 
 
 class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
