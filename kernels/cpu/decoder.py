@@ -207,7 +207,7 @@ def _rotate(op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, scratch: 
         at = 2 * page_size * dim * (page * kv_heads + kv_head)
         slot = (position + t) % page_size
         _rotate_head(row + 4 * dim * (heads + kv_head), op[K_NORM], dim, eps, cos, sin, scratch)
-        write_key(scratch, dim, op[KEYS] + at, slot, page_size, scratch + 4 * dim)
+        write_key(scratch, dim, op[KEYS] + at, slot, scratch + 4 * dim)
         write_value(row + 4 * dim * (heads + kv_heads + kv_head), dim, op[VALUES] + at, slot)
 
 
@@ -237,9 +237,9 @@ def _attend_head(
     head_bytes = 2 * page_size * dim
     page_bytes = kv_heads * head_bytes
     keys, values = op[KEYS] + kv_head * head_bytes, op[VALUES] + kv_head * head_bytes
-    following = keys
+    following = 0
     if kv_head + 1 < end and op[WINDOW] == 0:
-        following = keys + head_bytes + load_i32(table) * page_bytes
+        following = head_bytes + load_i32(table) * page_bytes
     rows = attend(
         level,
         op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token),

@@ -2,8 +2,8 @@
 
 A (page, kv head) is a run of ``page_size * dim`` bfloat16, as everywhere; inside it
 
-    keys    [dim / 2, token, 2]     two neighbouring dimensions of a token side by side
-    values  [token / 2, dim, 2]     two neighbouring tokens of a dimension side by side
+    keys    [token / 16, dim / 2, 16 tokens, 2]   two neighbouring dimensions of a token side by side
+    values  [token / 2, dim, 2]                   two neighbouring tokens of a dimension side by side
 
 so that one instruction takes 16 tokens' (or dimensions') pairs and no sum runs across a register. Writing the first
 token of a pair of values sets the second one to zero: what was not written is never multiplied by anything but zero,
@@ -18,12 +18,13 @@ from ringserve.kernels.cpu.vector import load, store_bfloat16, store_even_half, 
 
 
 @compiled
-def write_key(x: int, dim: int, keys: int, token: int, page_size: int, scratch: int) -> None:
+def write_key(x: int, dim: int, keys: int, token: int, scratch: int) -> None:
     """One head's float32 key at ``x`` as token ``token`` of the page at ``keys``; ``scratch``: 2 * dim bytes."""
     for i in range(0, dim, 16):
         store_bfloat16(scratch + 2 * i, load(x + 4 * i))
+    at = keys + 32 * dim * (token // 16) + 4 * (token % 16)
     for pair in range(dim // 2):
-        write_i32(keys + 4 * (pair * page_size + token), load_i32(scratch + 4 * pair))
+        write_i32(at + 64 * pair, load_i32(scratch + 4 * pair))
 
 
 @compiled

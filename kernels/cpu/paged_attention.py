@@ -30,6 +30,7 @@ from ringserve.kernels.cpu.vector import (
     maximum,
     multiply,
     multiply_add,
+    prefetch_l2,
     store,
     store_rounded,
     sum_lanes,
@@ -93,6 +94,12 @@ def _softmax_row(
 
 
 @compiled
+def _fetch(start: int, size: int) -> None:
+    for line in range(0, size, 64):
+        prefetch_l2(start + line)
+
+
+@compiled
 def attend(
     level: Any,
     queries: int,
@@ -115,7 +122,7 @@ def attend(
 
     ``keys``, ``values``: page 0 of the kv head (``kv_pages`` has the layout); page i of the sequence is
     ``page_stride`` bytes times the int32 ``table[i]`` further. ``window``: 0 for none. ``scale`` includes log2(e).
-    ``following``: the keys that the caller looks at next, or any address.
+    ``following``: where the caller goes on, in bytes from ``keys`` and ``values``; it is loaded into the cache.
     """
     scores = scratch
     weights = scores + MAX_ROWS * 4 * page_size
@@ -138,21 +145,28 @@ def attend(
         num_keys = min(page_size, last_position + 1 - base)
         vectors = (num_keys + 15) // 16
         at = load_i32(table + 4 * page) * page_stride
+        page += 1
+        ahead, ahead_keys = following, last_position + 1
+        if page * page_size <= last_position:
+            ahead, ahead_keys = load_i32(table + 4 * page) * page_stride, last_position + 1 - page * page_size
+        if ahead_keys < page_size:  # a page that is partly filled: the products would fetch all of it
+            _fetch(keys + ahead, (ahead_keys + 15) // 16 * (32 * dim))
+            _fetch(values + ahead, (ahead_keys + 1) // 2 * (4 * dim))
+            ahead = at
         pair_product(
             level,
             queries,
             2 * dim,
             keys + at,
-            4 * page_size,
+            64,
+            32 * dim,
             dim // 2,
             scores,
             4 * page_size,
             rows,
             vectors,
-            values + at,
+            keys + ahead,
         )
-        page += 1
-        ahead = keys + load_i32(table + 4 * page) * page_stride if page * page_size <= last_position else following
         for r in range(rows):
             position = first_position + r // group
             low = position - window + 1 - base if window > 0 else 0
@@ -174,13 +188,14 @@ def attend(
             2 * page_size,
             values + at,
             4 * dim,
+            64,
             (num_keys + 1) // 2,
             out,
             4 * dim,
             factors,
             rows,
             dim // 16,
-            ahead,
+            values + ahead,
         )
     for r in range(rows):
         by = broadcast(np.float32(1) / sum_lanes(load(totals + 64 * r)))

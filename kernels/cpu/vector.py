@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from ringserve.kernels.cpu.features import has_avx512
-from ringserve.kernels.cpu.llvm import I16, I32, I64, V16F32, V16I32, address, splat
+from ringserve.kernels.cpu.llvm import I16, I32, I64, V16F32, V16I32, address, prefetch_line, splat
 
 V16F, V16I, V16H = V16F32, V16I32, ir.VectorType(I16, 16)
 
@@ -404,3 +404,14 @@ def read_clock(context: Any) -> Any:
         return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.readcyclecounter"), [])
 
     return types.int64(), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_l2(context: Any, at: Any) -> Any:
+    """Ask for a cache line, into L2."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        prefetch_line(b, args[0], 0, 2)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), generate
