@@ -6,25 +6,29 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.fast_forward import FastForward
-from ringserve.engine.fast_startup import FastModel, prepare_fast
+from ringserve.engine.fast_startup import QUANTISING, FastModel, prepare_fast
 from ringserve.engine.fast_weights import NotApplicableError
+from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
 from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
-from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype
+from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.self_check import TracedModel, check_model
 from ringserve.engine.torch_forward import TorchForward
-from ringserve.kernels.cpu.features import level_name
+from ringserve.engine.weight_cache import WeightCache
+from ringserve.kernels.cpu.features import host_level, level_name
+from ringserve.kernels.cpu.row_sampler import CpuRowSampler
 from ringserve.messages import (
     ExecutorReady,
     NewSequence,
@@ -154,7 +158,7 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
-    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs)
+    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs, CpuRowSampler(vocab_size))
     max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
     packed = 0
     forward: Forward
@@ -162,7 +166,11 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
         forward = FastForward(fast.decoder(pool, threads, max_num_batched_tokens))
     else:
         # After the check, which needs the plain weights.
-        packed = pack_linears(loaded.model)
+        if config.quantization == "int8":
+            progress(QUANTISING, 0.0)
+            quantize_linears(loaded.model, host_level(), lambda part: progress(QUANTISING, round(part, 1)))
+        else:
+            packed = pack_linears(loaded.model)
         forward = TorchForward(loaded.model, _checked(traced).modules, pool)
     runner = ModelRunner(forward, page_size, sampler)
 
@@ -205,7 +213,16 @@ def _fast_model(
     if asked == "transformers":
         return None
     try:
-        return prepare_fast(loaded, settings.config.quantization, page_size, max_model_len, free_memory(), progress)
+        return prepare_fast(
+            loaded,
+            settings.config.quantization,
+            page_size,
+            max_model_len,
+            free_memory(),
+            progress,
+            source=Path(settings.source.path),
+            cache=WeightCache(user_cache() / "weights"),
+        )
     except NotApplicableError as error:
         if asked == "fast":
             raise ModelError(
@@ -226,10 +243,13 @@ def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
     num_tokens = min(page_size - 1, capacity - 1, 8)
     if num_tokens < 1:
         return
-    sampling = SamplingParams(seed=0, temperature=0.0)
-    new = NewSequence(0, pack_i32([0] * num_tokens), num_tokens, 0, 0, sampling, 2)
     one, none = pack_i32([1]), b""
     slot = pack_i32([0])
-    runner.execute(SchedulerOutput(0, (new,), slot, pack_i32([num_tokens]), one, one, none))
-    runner.execute(SchedulerOutput(0, (), slot, one, pack_i32([0]), none, none))
-    runner.execute(SchedulerOutput(0, (), none, none, none, none, slot))
+    for sampling in (
+        SamplingParams(seed=0, temperature=0.0),
+        SamplingParams(seed=0, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, logprobs=1),
+    ):
+        new = NewSequence(0, pack_i32([0] * num_tokens), num_tokens, 0, 0, sampling, 2)
+        runner.execute(SchedulerOutput(0, (new,), slot, pack_i32([num_tokens]), one, one, none))
+        runner.execute(SchedulerOutput(0, (), slot, one, pack_i32([0]), none, none))
+        runner.execute(SchedulerOutput(0, (), none, none, none, none, slot))

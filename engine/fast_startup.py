@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ringserve.engine.fast_decoder import FastDecoder
-from ringserve.engine.fast_packing import pack_bfloat16, pack_int8
+from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_weights import (
     DecoderWeights,
     NotApplicableError,
@@ -21,6 +22,7 @@ from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.self_check import check_other_path
+from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu import decoder as kernels
 from ringserve.kernels.cpu.features import Level, host_level
 
@@ -28,6 +30,7 @@ Progress = Callable[[str, float], None]
 
 PACKING = "packing weights"
 QUANTISING = "quantising weights to int8"
+READING = "reading packed weights"
 COMPILING = "compiling the CPU kernels (once)"
 CHECKING = "checking the model"
 
@@ -36,9 +39,9 @@ CHECK_LENGTHS = (40, 21)
 CHECK_STEPS = (((0, 19), (0, 20)), ((19, 40), (20, 21)))
 """What each step computes of the two: chunks packed; a later chunk beside a decode."""
 CHECK_PAGE_SIZE = 16
-TOLERANCE = {"none": 0.05, "int8": 0.25}
+TOLERANCE = {"none": 0.03, "int8": 0.15}
 """Root mean square of the differences of logits, as a part of the logits' spread; a wrong mask or rotation gives one
-beyond 0.5."""
+beyond 0.25."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,11 @@ def prepare_fast(
     free_bytes: int,
     progress: Progress,
     level: Level | None = None,
+    source: Path | None = None,
+    cache: WeightCache | None = None,
 ) -> FastModel:
-    """Pack ``loaded``'s weights and check the result against the model itself.
+    """Pack ``loaded``'s weights and check the result against the model itself. Packed weights of ``source`` are looked
+    for in ``cache``, and kept there.
 
     Raises NotApplicableError where the fast path does not know the model, ModelError where the model cannot be checked.
     """
@@ -79,21 +85,19 @@ def prepare_fast(
         raise NotApplicableError(f"its pages have at least {CHECK_PAGE_SIZE} tokens, not {page_size}")
     level = host_level() if level is None else level
     shape = decoder_shape(loaded.model)
-    int8 = quantization == "int8"
-    stage = QUANTISING if int8 else PACKING
+    packer = Packer(quantization, source, cache)
+    stage = READING if packer.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
-    weights = decoder_weights(
-        loaded.model, shape, pack_int8 if int8 else pack_bfloat16, max_model_len, lambda part: progress(stage, part)
-    )
+    weights = decoder_weights(loaded.model, shape, packer, max_model_len, lambda part: progress(stage, round(part, 1)))
+    packer.keep()
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level)
     if not is_compiled():
         progress(COMPILING, 0.0)
-    progress_after = CHECKING
     pool = KVPool(model.layers, 16, CHECK_PAGE_SIZE, "bfloat16")
     decoder = model.decoder(pool, 1, 64)
     compile_kernels(decoder)
-    progress(progress_after, 0.0)
+    progress(CHECKING, 0.0)
     try:
         check_other_path(
             loaded.model,
@@ -105,7 +109,7 @@ def prepare_fast(
         )
     except ModelError as error:
         raise NotApplicableError(str(error)) from error
-    progress(progress_after, 1.0)
+    progress(CHECKING, 1.0)
     return model
 
 
