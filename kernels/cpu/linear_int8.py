@@ -1,17 +1,16 @@
-"""Linear layers with int8 weights and int8 activations.
+"""Linear layers with int8 weights and 8-bit activations.
 
-Weights are symmetric int8 with one float32 scale for each output channel j, activations (``quantize.py``) with one for
-each row i and group g of ``GROUP`` = 64 inputs::
+Weights are symmetric int8 with one float32 scale for each output channel j; activations (``quantize.py``) unsigned with
+a scale and a zero point for each row i and group g of ``GROUP`` = 64 inputs::
 
-    out[i, j] = wscale[j] * sum_g xscale[i, g] * sum_(k in g) xq[i, k] * wq[j, k]  + bias[j]
+    out[i, j] = wscale[j] * sum_g xscale[i, g] * (sum_(k in g) xq[i, k] * wq[j, k] - zero[i, g] * sum_(k in g) wq[j, k])
+                + bias[j]
 
-The inner sums are exact integers; the outer one is float32, along g in ascending order.
-
-VPDPBUSD multiplies unsigned by signed bytes, so that activations are stored with 128 added and 128 times the group's
-sum of weights is taken off again. Packed weights, K padded to whole groups with zeros::
+What is in parentheses is an exact integer; the outer sum is float32, along g in ascending order. Packed, K padded to
+whole groups with zeros::
 
     weights      [panel][k / 4][column 0..47][k % 4]    int8, 64-byte aligned
-    corrections  [panel][k / 64][column 0..47]          int32: -128 * sum of the group's weights
+    corrections  [panel][k / 64][column 0..47]          int16: the sum of the group's weights
 
 The block function is called from compiled code, on one thread, for a range of panels of ``PANEL`` = 48 columns::
 
@@ -20,7 +19,7 @@ The block function is called from compiled code, on one thread, for a range of p
 
 * ``level``: ``features.AVX512`` or ``PORTABLE``, passed through;
 * ``w``, ``corrections``, ``wscale``, ``bias``: addresses; the last two of ``n_pad`` float32 (bias zeros if none);
-* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of float32 ``[m, ldxs]``,
+* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of uint32 ``[m, ldxs]``,
   ``k_pad / 64`` used: what ``quantize.quantize_row`` writes;
 * ``out``, ``ldo``, ``m``, ``n``, panels, ``accumulate``: as in ``linear_bf16``.
 
@@ -32,7 +31,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -52,9 +50,9 @@ from ringserve.kernels.cpu.linear_bf16 import (
     copy_columns,
     padded,
 )
-from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I32
+from ringserve.kernels.cpu.llvm import I32, I64, V16F32, V16I16, V16I32
+from ringserve.kernels.cpu.quantize import GROUP, emit_scale_and_zero
 
-GROUP = 64
 ROWS = 4
 """Rows of the largest register tile: 4 x 3 vectors of integer sums and as many of float sums."""
 
@@ -74,18 +72,18 @@ def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
     return np.rint(weight * inverse[:, None]).astype(np.int8), scale
 
 
-def pack_int8(weight: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+def pack_int8(weight: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int16]]:
     """int8 ``[n, k]`` to panels ``[n_pad / 48, k_pad / 4, 48, 4]`` and corrections ``[n_pad / 48, k_pad / 64, 48]``."""
     n, k = weight.shape
     k_pad = padded_k(k)
     packed = aligned_zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.int8)
-    corrections = aligned_zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int32)
+    corrections = aligned_zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int16)
     for panel, correction, first in zip(packed, corrections, range(0, n, PANEL), strict=True):
         rows = weight[first : first + PANEL]
         columns = np.zeros((PANEL, k_pad), np.int8)
         columns[: len(rows), :k] = rows
         panel[...] = columns.reshape(PANEL, -1, 4).transpose(1, 0, 2)
-        correction[...] = -128 * columns.reshape(PANEL, -1, GROUP).sum(axis=2, dtype=np.int32).T
+        correction[...] = columns.reshape(PANEL, -1, GROUP).sum(axis=2, dtype=np.int16).T
     return packed, corrections
 
 
@@ -111,7 +109,7 @@ def _emit_tile(
 ) -> None:
     xscale, ldxs, groups, out, ldo, accumulate, ahead, ahead_step = rest
     const = llvm.const
-    # With one or two rows the corrections are computed on the way: their memory traffic would cost more.
+    # With one or two rows the sums of weights are computed on the way: their memory traffic would cost more.
     computed = rows <= 2
     x_starts, scale_starts = llvm.row_addresses(b, x, ldx, rows), llvm.row_addresses(b, xscale, ldxs, rows)
     before, outer, inner = b.block, b.append_basic_block("groups"), b.append_basic_block("quads")
@@ -123,27 +121,23 @@ def _emit_tile(
     sums = [[b.phi(V16F32) for _ in range(VECTORS)] for _ in range(rows)]
     w_group = b.add(w, b.mul(group, const(GROUP * PANEL)))
     x_offset = b.mul(group, const(GROUP))
-    at_correction = b.add(corrections, b.mul(group, const(4 * PANEL)))
-    first = [
-        llvm.zeros(V16I32) if computed else llvm.load(b, at_correction, 64 * j, V16I32, 64) for j in range(VECTORS)
-    ]
+    at_correction = b.add(corrections, b.mul(group, const(2 * PANEL)))
     b.branch(inner)
 
     b.position_at_end(inner)
     step, ahead_at = b.phi(I64), b.phi(I64)
     dots = [[b.phi(V16I32) for _ in range(VECTORS)] for _ in range(rows)]
-    offsets = [b.phi(V16I32) for _ in range(VECTORS)] if computed else []
-    new_dots, new_offsets = [list(row) for row in dots], list(offsets)
+    totals = [b.phi(V16I32) for _ in range(VECTORS)] if computed else []
+    new_dots, new_totals = [list(row) for row in dots], list(totals)
     at = b.add(w_group, b.mul(step, const(4 * PANEL)))
     x_at = b.add(x_offset, b.mul(step, const(4)))
     row_at = [llvm.row_address(b, x_starts, ldx, row, x_at) for row in range(rows)]
-    all_128 = ir.Constant(V16I32, [np.int32(np.uint32(0x80808080).view(np.int32)).item()] * 16)
+    ones = llvm.all_lanes(0x01010101)
     for unrolled in range(_UNROLL):
         vectors = [llvm.load(b, at, 64 * (VECTORS * unrolled + j), V16I32, 64) for j in range(VECTORS)]
         if computed:
-            new_offsets = [
-                llvm.dot_u8s8(b, offset, all_128, vector, native)
-                for offset, vector in zip(new_offsets, vectors, strict=True)
+            new_totals = [
+                llvm.dot_u8s8(b, total, ones, vector, native) for total, vector in zip(new_totals, vectors, strict=True)
             ]
         for row in range(rows):
             quad = llvm.splat(b, llvm.load(b, row_at[row], 4 * unrolled, I32), V16I32)
@@ -157,24 +151,30 @@ def _emit_tile(
     llvm.incoming([step, ahead_at], [const(0), ahead_group], outer)
     llvm.incoming([step, ahead_at], [next_step, next_ahead], inner)
     for row in range(rows):
-        llvm.incoming(dots[row], first, outer)
+        llvm.incoming(dots[row], [llvm.zeros(V16I32)] * VECTORS, outer)
         llvm.incoming(dots[row], new_dots[row], inner)
     if computed:
-        llvm.incoming(offsets, [llvm.zeros(V16I32)] * VECTORS, outer)
-        llvm.incoming(offsets, new_offsets, inner)
+        llvm.incoming(totals, [llvm.zeros(V16I32)] * VECTORS, outer)
+        llvm.incoming(totals, new_totals, inner)
     b.cbranch(b.icmp_signed("<", next_step, const(_STEPS)), inner, group_done)
 
     b.position_at_end(group_done)
     next_group = b.add(group, const(1))
     llvm.incoming([group, ahead_group], [const(0), ahead], before)
     llvm.incoming([group, ahead_group], [next_group, next_ahead], group_done)
+    if not computed:
+        new_totals = [b.sext(llvm.load(b, at_correction, 32 * j, V16I16, 32), V16I32) for j in range(VECTORS)]
+    weight_sums = [b.sitofp(total, V16F32) for total in new_totals]
     new_sums = []
     for row in range(rows):
         at_scale = llvm.row_address(b, scale_starts, ldxs, row, b.mul(group, const(4)))
-        scale = llvm.splat(b, llvm.load(b, at_scale, 0, F32), V16F32)
-        if computed:
-            new_dots[row] = [b.sub(dot, offset) for dot, offset in zip(new_dots[row], new_offsets, strict=True)]
-        new_sums.append([llvm.fma(b, b.sitofp(new_dots[row][j], V16F32), scale, sums[row][j]) for j in range(VECTORS)])
+        scale, minus_zero = emit_scale_and_zero(b, llvm.load(b, at_scale, 0, I32))
+        # Exact: all of it stays below 2**24.
+        exact = [
+            llvm.fma(b, minus_zero, weight_sum, b.sitofp(dot, V16F32))
+            for weight_sum, dot in zip(weight_sums, new_dots[row], strict=True)
+        ]
+        new_sums.append([llvm.fma(b, value, scale, sums[row][j]) for j, value in enumerate(exact)])
         llvm.incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before)
         llvm.incoming(sums[row], new_sums[row], group_done)
     b.cbranch(b.icmp_signed("<", next_group, groups), outer, done)
@@ -213,7 +213,7 @@ def int8_block(
     step = ahead_step(tiles)
     scratch = llvm.stack_floats_384()
     for panel in range(panel_first, panel_last):
-        w_panel, c_panel = w + panel * panel_bytes, corrections + panel * groups * (4 * PANEL)
+        w_panel, c_panel = w + panel * panel_bytes, corrections + panel * groups * (2 * PANEL)
         column = panel * PANEL
         s_panel, b_panel = wscale + 4 * column, bias + 4 * column
         width = min(PANEL, n - column)

@@ -24,17 +24,19 @@ def linear_reference(
 
 
 def quantize_reference(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], Float64]:
-    """x ``[m, k]`` -> integers -127 .. 127 ``[m, k]`` and a scale for each group of 64 ``[m, groups]``."""
+    """x ``[m, k]`` -> integers relative to the zero point, -255 .. 255, ``[m, k]``, and each group's scale."""
     m, k = x.shape
     groups = -(-k // GROUP)
     padded = np.zeros((m, groups * GROUP))
     padded[:, :k] = x
     padded = padded.reshape(m, groups, GROUP)
-    largest = np.abs(padded).max(axis=2)
-    largest[largest < 1e-30] = 0.0
-    inverse = np.divide(127.0, largest, out=np.zeros_like(largest), where=largest > 0)
-    q = np.rint(padded * inverse[:, :, None]).astype(np.int64).reshape(m, -1)
-    return q[:, :k], largest / 127.0
+    low, high = np.minimum(padded.min(axis=2), 0.0), np.maximum(padded.max(axis=2), 0.0)
+    scale = (high - low) / 255
+    scale[high - low < 1e-30] = 0.0
+    inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)
+    zero = np.rint(-low * inverse)[:, :, None]
+    q = np.clip(np.rint(padded * inverse[:, :, None]) + zero, 0, 255) - zero
+    return q.astype(np.int64).reshape(m, -1)[:, :k], scale
 
 
 def int8_reference(

@@ -44,7 +44,8 @@ class BFloat(ir.Type):  # type: ignore[misc]
         return hash("bfloat")
 
 
-V16I32, V16F32, V32BF16 = ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(BFloat(), 32)
+V16I16, V16I32, V16F32 = ir.VectorType(I16, 16), ir.VectorType(I32, 16), ir.VectorType(F32, 16)
+V32BF16 = ir.VectorType(BFloat(), 32)
 
 
 def const(value: int) -> Any:
@@ -95,6 +96,16 @@ def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
 def smax(b: Any, x: Any, y: Any) -> Any:
     """The larger of each of 16 int32."""
     return _call(b, "llvm.smax.v16i32", V16I32, [x, y])
+
+
+def smin(b: Any, x: Any, y: Any) -> Any:
+    """The smaller of each of 16 int32."""
+    return _call(b, "llvm.smin.v16i32", V16I32, [x, y])
+
+
+def all_lanes(value: int) -> Any:
+    """16 equal int32."""
+    return ir.Constant(V16I32, [value] * 16)
 
 
 def largest_of_lanes(b: Any, x: Any) -> Any:

@@ -14,7 +14,7 @@ from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block, pack_bf16, padded, to_bf16
 from ringserve.kernels.cpu.linear_int8 import GROUP, int8_block, pack_int8, quantize_weight
 from ringserve.kernels.cpu.linear_reference import from_bf16, int8_reference, linear_reference
-from ringserve.kernels.cpu.quantize import quantize_rows
+from ringserve.kernels.cpu.quantize import quantize_rows, scale_and_zero
 
 Matrix = NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class Layer:
         return pack_bf16(to_bf16(self.weight()))
 
     @cached_property
-    def _int8(self) -> tuple[tuple[NDArray[np.int8], NDArray[np.int32]], Matrix]:
+    def _int8(self) -> tuple[tuple[NDArray[np.int8], NDArray[np.int16]], Matrix]:
         weight, scale = quantize_weight(self.weight())
         return pack_int8(weight), scale
 
@@ -82,7 +82,7 @@ class Layer:
         (packed, corrections), scale = self._int8
         scales: Matrix = aligned_zeros((padded(self.n),), np.float32)
         scales[: self.n] = scale
-        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.float32)
+        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
         x = np.ascontiguousarray(x)
         quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
         int8_block(
@@ -104,7 +104,9 @@ class Layer:
             return linear_reference(x, from_bf16(to_bf16(self.weight())), self.bias())
         weight, scale = quantize_weight(self.weight())
         m, k_pad = len(x), linear_int8.padded_k(self.k)
-        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.float32)
+        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
         x = np.ascontiguousarray(x)
         quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
-        return int8_reference(q.astype(np.int64)[:, : self.k] - 128, xscale, weight, scale, self.bias())
+        steps, zero = scale_and_zero(xscale)
+        values = q.astype(np.int64) - np.repeat(zero, GROUP, axis=1)
+        return int8_reference(values[:, : self.k], steps, weight, scale, self.bias())

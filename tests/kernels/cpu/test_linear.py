@@ -42,8 +42,6 @@ def test_equals_the_reference(level: Level, int8: bool, n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, HEAD])
 def test_a_row_is_the_same_whatever_is_computed_with_it(level: Level, int8: bool, n: int, k: int) -> None:
-    if (n, k) == HEAD and level == PORTABLE:
-        pytest.skip("it has the code of the other shapes and takes long")
     layer = Layer(level, n, k, int8)
     x = layer.inputs(256)
     whole = layer.compute(x)

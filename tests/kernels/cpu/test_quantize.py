@@ -4,45 +4,66 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.linear_bf16 import pack_bf16, padded, padded_k, to_bf16
 from ringserve.kernels.cpu.linear_int8 import pack_int8, quantize_weight
 from ringserve.kernels.cpu.linear_reference import from_bf16, quantize_reference
-from ringserve.kernels.cpu.quantize import GROUP, quantize_rows
+from ringserve.kernels.cpu.quantize import GROUP, quantize_rows, scale_and_zero
+
+
+def _quantize(x: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+    x = np.ascontiguousarray(x)
+    m, k = x.shape
+    k_pad = -(-k // GROUP) * GROUP
+    q, scales = np.full((m, k_pad), 77, np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
+    quantize_rows(x.ctypes.data, m, k, k_pad, q.ctypes.data, scales.ctypes.data)
+    return q, scales
 
 
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 576, 1000])
 def test_activations(k: int) -> None:
     rng = np.random.default_rng(k)
-    x = (rng.standard_normal((9, k)) * np.exp(rng.uniform(-8, 8, (9, 1)))).astype(np.float32)
+    x = (rng.standard_normal((12, k)) * np.exp(rng.uniform(-8, 8, (12, 1)))).astype(np.float32)
     x[3] = 0
     x[4] = rng.choice([-1.0, 1.0], k) * 1e-31
     x[5] = np.float32(3.4e38)
-    k_pad = -(-k // GROUP) * GROUP
-    q, scales = np.full((9, k_pad), 77, np.uint8), np.empty((9, k_pad // GROUP), np.float32)
-    quantize_rows(x.ctypes.data, 9, k, k_pad, q.ctypes.data, scales.ctypes.data)
-    expected, expected_scales = quantize_reference(x)
-    np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
-    # A value in the middle between two steps may go either way.
-    steps = np.repeat(expected_scales, GROUP, axis=1)[:, :k]
-    exact = np.divide(x, steps, out=np.zeros(x.shape), where=steps > 0)
-    clear = (np.abs(exact - np.floor(exact) - 0.5) > 1e-4) | (expected == 0)
-    difference = q[:, :k].astype(np.int64) - 128 - expected
-    assert not difference[clear].any()
-    assert (np.abs(difference) <= 1).all()
-    assert (q[:, k:] == 128).all()
-    assert (q >= 1).all()
-    assert not scales[3:5].any()
+    x[6] = np.abs(x[6])
+    x[7] = -np.abs(x[7])
+    x[8] = rng.choice([-3.4e38, 3.4e38], k)
+    x[9] = 100 + rng.random(k)
+    q, scales = _quantize(x)
+    steps, zero = scale_and_zero(scales)
+    expected, expected_steps = quantize_reference(x)
+    np.testing.assert_allclose(steps, expected_steps, rtol=2**-14)
+    values = q.astype(np.int64) - np.repeat(zero, GROUP, axis=1)
+    # The zero point moves the steps; no value is off by more than half of one and what rounding adds.
+    step = np.repeat(steps.astype(np.float64), GROUP, axis=1)[:, :k]
+    error = np.abs(values[:, :k] * step - x)
+    error[4] = 0
+    assert (error <= step * 0.51).all()
+    assert (np.abs(values[:, :k] - expected) <= 1).all()
+    assert not values[:, k:].any()
+    assert not steps[3:5].any()
+
+
+def test_a_value_does_not_depend_on_the_rows_around_it() -> None:
+    x = np.random.default_rng(1).standard_normal((5, 200)).astype(np.float32)
+    q, scales = _quantize(x)
+    for row in range(5):
+        alone, alone_scales = _quantize(x[row : row + 1])
+        np.testing.assert_array_equal(alone[0], q[row])
+        np.testing.assert_array_equal(alone_scales[0], scales[row])
 
 
 def test_what_is_not_finite_reaches_the_scale() -> None:
     for value in (np.nan, -np.nan, np.inf, -np.inf):
         x = np.ones((1, 128), np.float32)
         x[0, 70] = value
-        q, scales = np.empty((1, 128), np.uint8), np.empty((1, 2), np.float32)
-        quantize_rows(x.ctypes.data, 1, 128, 128, q.ctypes.data, scales.ctypes.data)
-        assert np.isfinite(scales[0, 0])
-        assert not np.isfinite(scales[0, 1])
+        _, scales = _quantize(x)
+        steps, _ = scale_and_zero(scales)
+        assert np.isfinite(steps[0, 0])
+        assert np.isnan(steps[0, 1])
 
 
 def test_weights() -> None:
@@ -65,7 +86,7 @@ def test_packed_layouts(n: int, k: int) -> None:
     assert not unpacked[n:].any()
     assert not unpacked[:, k:].any()
     sums = unpacked.reshape(padded(n), -1, GROUP).sum(axis=2, dtype=np.int64)
-    np.testing.assert_array_equal(corrections.transpose(0, 2, 1).reshape(padded(n), -1), -128 * sums)
+    np.testing.assert_array_equal(corrections.transpose(0, 2, 1).reshape(padded(n), -1), sums)
     bits = rng.integers(0, 2**16, (n, k), dtype=np.uint16)
     rows = pack_bf16(bits).transpose(0, 2, 1, 3).reshape(padded(n), padded_k(k))
     np.testing.assert_array_equal(rows[:n, :k], bits)
