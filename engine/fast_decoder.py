@@ -18,8 +18,8 @@ from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
-from ringserve.kernels.cpu.linear_int8 import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
+from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 HEAD_GROUP = 4

@@ -14,7 +14,7 @@ from ringserve.engine.weight_cache import WeightCache, source_identity
 from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import aligned_zeros
 
-LAYOUT = 1
+LAYOUT = 2
 """To be raised whenever the packed form or the way weights are rounded changes."""
 
 

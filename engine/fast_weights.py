@@ -132,7 +132,7 @@ class Linear:
     bias: NDArray[np.float32]
     """[n, padded to whole panels]."""
     scales: NDArray[np.float32] | None = None
-    corrections: NDArray[np.int32] | None = None
+    corrections: NDArray[np.int16] | None = None
 
 
 Pack = Callable[[str, NDArray[np.uint16], NDArray[np.float32] | None], Linear]

@@ -56,3 +56,10 @@ def compiled(function: F) -> F:
     with contextlib.suppress(RuntimeError):  # no directory that can be written: compile at every start
         dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
+
+
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether a version of a compiled function lies in its cache: whether a first call takes no time."""
+    dispatcher: Any = function
+    cache = dispatcher._cache
+    return isinstance(cache, _Cache) and bool(cache._cache_file._load_index())

@@ -31,11 +31,11 @@ from ringserve.kernels.cpu.activation import silu_mul, silu_mul_bfloat16
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
-from ringserve.kernels.cpu.linear_int8 import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.linear_int8 import int8_block
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.paged_attention import attend
+from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import quantize_row
 from ringserve.kernels.cpu.rope import rotate
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step

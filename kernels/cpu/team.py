@@ -188,7 +188,7 @@ class Team:
     def __init__(self, num_threads: int, helper: Callable[[int, int], None]) -> None:
         if FUTEX < 0 and num_threads > 1:
             raise ValueError(f"no system call is known for threads that wait on {platform.machine()}")
-        self._memory = aligned_zeros(RECORD, np.uint8)
+        self._memory = aligned_zeros((RECORD,), np.uint8)
         self.header: int = self._memory.ctypes.data
         self.num_threads = num_threads
         self._threads = [

@@ -93,6 +93,9 @@ def test_start(llama: Path) -> None:
     assert isinstance(started, Started)
     assert started.summary == {
         "dtype": "float32",
+        "model_impl": "transformers",
+        "quantization": "none",
+        "instructions": "",
         "device": "cpu",
         "threads": 1,
         "kv_tokens": 1024,
@@ -189,7 +192,7 @@ def test_a_step_that_fails_ends_the_process(llama: Path, caplog: pytest.LogCaptu
     actor.startup()
     neighbours.sent.clear()
     actor.handle(one_step(7, [], 1, []), "scheduler")
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="nobody"):
         actor.act()
     assert neighbours.sent == []
     assert "step 7 failed" in caplog.text

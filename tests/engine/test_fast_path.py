@@ -15,7 +15,7 @@ from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
 from step_planner import Job, StepPlanner
 
 from ringserve.config import ModelSource
-from ringserve.engine import fast_startup
+from ringserve.engine import fast_startup, self_check
 from ringserve.engine.fast_startup import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
 from ringserve.engine.model_loader import LoadedModel, load_model
@@ -68,10 +68,10 @@ def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> No
     for quantization in ("none", "int8"):
         model = prepare(loaded, quantization, level)
         assert model.weights.shape == decoder_shape(loaded.model)
-        damaged = next(layer.self_attn.k_proj for layer in loaded.model.model.layers)  # type: ignore[union-attr,operator]
+        damaged = next(layer.self_attn.k_proj for layer in loaded.model.model.layers)  # type: ignore[union-attr]
         kept = damaged.weight.detach().clone()
         with pytest.MonkeyPatch.context() as patch:
-            check = fast_startup.check_other_path
+            check = self_check.check_other_path
 
             def turned(*args: Any, weight: Any = damaged.weight, check: Any = check) -> None:
                 weight.data.copy_(weight.data.roll(1, 0))  # after packing: another model than the one that was packed
