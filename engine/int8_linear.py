@@ -72,16 +72,15 @@ class Int8Linear(nn.Module):
 def quantize_linears(model: nn.Module, level: Level, progress: Callable[[float], None] = lambda fraction: None) -> int:
     """Replace every plain ``nn.Linear`` on the CPU, in place; how many. Modules that only derive from it may do more
     than a product and stay."""
+    # Under all its names: a module that is used in two places is quantised once, and replaced twice.
     found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.device.type == "cpu"
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], child)
+        for name, child in model.named_modules(remove_duplicate=False)
+        if name and type(child) is nn.Linear and child.weight.device.type == "cpu"
     ]
     count = len(found)
     replaced: dict[int, Int8Linear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
-        # A module that is used in two places is quantised once.
         if id(child) not in replaced:
             replaced[id(child)] = Int8Linear(child, level)
             child.weight = replaced[id(child)].weight  # its memory is free from here on

@@ -156,7 +156,7 @@ def _read(file: Any, key: str) -> dict[str, NDArray[Any]]:
     payload: NDArray[np.uint8] = aligned_zeros((description["payload"],), np.uint8)
     file.seek(start)
     filled = 0
-    view = memoryview(payload)
+    view = payload.data
     while filled < len(view):
         count = file.readinto(view[filled:])
         if not count:
@@ -170,11 +170,12 @@ def _read(file: Any, key: str) -> dict[str, NDArray[Any]]:
 def _array(payload: NDArray[np.uint8], entry: dict[str, Any]) -> NDArray[Any]:
     dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
     length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return payload[entry["offset"] : entry["offset"] + length].view(dtype).reshape(shape)
+    array: NDArray[Any] = payload[entry["offset"] : entry["offset"] + length].view(dtype).reshape(shape)
+    return array
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _padding(length: int, alignment: int) -> bytes:

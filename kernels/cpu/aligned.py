@@ -30,4 +30,5 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     else:
         raw = np.zeros(size + CACHE_LINE, dtype=np.uint8)
         start = -raw.ctypes.data % CACHE_LINE
-    return raw[start : start + size].view(dtype).reshape(shape)
+    array: NDArray[Any] = raw[start : start + size].view(dtype).reshape(shape)
+    return array

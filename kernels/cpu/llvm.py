@@ -122,7 +122,7 @@ def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     shift = ir.Constant(V16I32, [16] * 16)
     odd = [b.bitcast(b.and_(value, high), V16F32) for value in (x, y)]
     even = [b.bitcast(b.shl(value, shift), V16F32) for value in (x, y)]
-    return fma(b, *even, fma(b, *odd, sums))
+    return fma(b, even[0], even[1], fma(b, odd[0], odd[1], sums))
 
 
 def dot_u8s8(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:

@@ -126,7 +126,7 @@ def draw(
         return pick(weights, vocab, uniform)
     if min_p > 0.0:
         count = keep_heavy(ids, weights, count, np.float32(min_p))
-    return np.int64(ids[pick(weights, count, uniform)])
+    return int(ids[pick(weights, count, uniform)])
 
 
 @compiled

@@ -65,7 +65,7 @@ def logprobs(
         for i in range(1, count + 1):
             out_values[i] = (out_values[i] - np.float64(top)) - log_sum
     _, above = weight_from(x, ones, vocab, following(chosen))
-    return 1 + above
+    return int(1 + above)
 
 
 @compiled

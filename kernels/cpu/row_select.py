@@ -182,7 +182,7 @@ def weight_from(values: Any, weights: Any, count: int, bound: Any) -> Any:
             sums = vector.add(sums, _where_at_least(value, bounds, vector.load(weights_at + 4 * i)))
             numbers = vector.add(numbers, _where_at_least(value, bounds, one))
         weight = vector.sum_lanes(sums)
-        found += np.int64(vector.sum_lanes(numbers))
+        found += int(vector.sum_lanes(numbers))
         for i in range(whole, end):
             if load_f32(at + 4 * i) >= bound:
                 weight += load_f32(weights_at + 4 * i)
@@ -195,7 +195,7 @@ def weight_from(values: Any, weights: Any, count: int, bound: Any) -> Any:
 def _order(value: Any) -> int:
     """An integer that orders as the floats do."""
     bits = f32_bits(value + np.float32(0))  # -0.0 orders as 0.0
-    return np.int64(bits if bits >= 0 else bits ^ _SIGN)
+    return int(bits if bits >= 0 else bits ^ _SIGN)
 
 
 @compiled

@@ -12,9 +12,9 @@ from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block, pack_bf16, padded, to_bf16
-from ringserve.kernels.cpu.linear_int8 import GROUP, int8_block, pack_int8, quantize_weight
+from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, quantize_weight
 from ringserve.kernels.cpu.linear_reference import from_bf16, int8_reference, linear_reference
-from ringserve.kernels.cpu.quantize import quantize_rows, scale_and_zero
+from ringserve.kernels.cpu.quantize import GROUP, quantize_rows, scale_and_zero
 
 Matrix = NDArray[np.float32]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -173,6 +175,7 @@ def test_logprobs_equal_the_definition() -> None:
 
 def test_a_row_of_another_shape_is_refused() -> None:
     sampler = CpuRowSampler(8)
-    for row in (np.zeros(7, np.float32), np.zeros(8, np.float64), np.zeros(16, np.float32)[::2]):
+    rows: list[Any] = [np.zeros(7, np.float32), np.zeros(8, np.float64), np.zeros(16, np.float32)[::2]]
+    for row in rows:
         with pytest.raises(ValueError, match="8 adjacent float32"):
             sampler.logprobs([row], [0], [0])
