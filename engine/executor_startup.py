@@ -123,11 +123,12 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
     return CPU
 
 
-def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -> Engine:
-    """Raises ModelError with one line where the model cannot be served as asked."""
+def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:
+    """``threads``: of torch; ``fast_threads``: of the fast path, where it applies. Raises ModelError with one line where
+    the model cannot be served as asked."""
     config = settings.config
     device = choose_device(config.device)
-    check_threads(threads)
+    check_threads(max(threads, fast_threads))
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
     loaded = load_model(settings.source, dtype, progress)
@@ -163,7 +164,7 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
     packed = 0
     forward: Forward
     if fast is not None:
-        forward = FastForward(fast.decoder(pool, threads, max_num_batched_tokens))
+        forward = FastForward(fast.decoder(pool, fast_threads, max_num_batched_tokens))
     else:
         # After the check, which needs the plain weights.
         if config.quantization == "int8":
@@ -198,7 +199,7 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
         device=device.name,
         architecture=loaded.architecture,
         defaults=loaded.defaults,
-        num_threads=threads,
+        num_threads=fast_threads if fast is not None else threads,
         model_impl="fast" if fast is not None else "transformers",
         quantization=config.quantization,
         instructions="" if fast is None else level_name(fast.level),
