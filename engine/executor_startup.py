@@ -124,8 +124,8 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:
-    """``threads``: of torch; ``fast_threads``: of the fast path, where it applies. Raises ModelError with one line where
-    the model cannot be served as asked."""
+    """``threads``: of torch; ``fast_threads``: of the fast path, where it applies. Raises ModelError with one line
+    where the model cannot be served as asked."""
     config = settings.config
     device = choose_device(config.device)
     check_threads(max(threads, fast_threads))

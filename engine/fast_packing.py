@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 from ringserve.engine.fast_weights import Linear
 from ringserve.engine.weight_cache import WeightCache, source_identity
 from ringserve.kernels.cpu import linear_bf16, linear_int8
-from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
 
 LAYOUT = 2
 """To be raised whenever the packed form or the way weights are rounded changes."""
 
 
-def pack_bfloat16(name: str, weight: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> Linear:
+def pack_bfloat16(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
     """As they are."""
     n, k = weight.shape
-    return Linear(n, k, linear_bf16.padded_k(k), False, linear_bf16.pack_bf16(weight), _padded_bias(n, bias))
+    return Linear(n, k, linear_bf16.padded_k(k), False, linear_bf16.pack_bf16(weight, zeros), _padded_bias(n, bias))
 
 
-def pack_int8(name: str, weight: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> Linear:
+def pack_int8(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
     """Quantised, one scale for each output channel."""
     n, k = weight.shape
     floats = (weight.astype(np.uint32) << 16).view(np.float32)
     quantised, scale = linear_int8.quantize_weight(floats)
-    packed, corrections = linear_int8.pack_int8(quantised)
+    packed, corrections = linear_int8.pack_int8(quantised, zeros)
     scales = aligned_zeros((linear_bf16.padded(n),), np.float32)
     scales[:n] = scale
     return Linear(n, k, linear_int8.padded_k(k), True, packed, _padded_bias(n, bias), scales, corrections)
@@ -47,6 +47,7 @@ class Packer:
 
     def __init__(self, quantization: str, source: Path | None, cache: WeightCache | None) -> None:
         self._pack = pack_int8 if quantization == "int8" else pack_bfloat16
+        self._arena = Arena()  # layers smaller than a large page share them
         self._cache = cache if source is not None else None
         self._key = json.dumps([source_identity(source), quantization, LAYOUT]) if source is not None else ""
         self._kept: dict[str, NDArray[Any]] | None = self._cache.load(self._key) if self._cache is not None else None
@@ -61,7 +62,7 @@ class Packer:
         """See ``fast_weights.Pack``."""
         if self._kept is not None:
             return self._restored(name, *weight.shape)
-        linear = self._pack(name, weight, bias)
+        linear = self._pack(weight, bias, self._arena.zeros)
         self._made |= {f"{name}.{part}": array for part, array in _arrays(linear).items()}
         return linear
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import padded
 from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, padded_k, quantize_weight
@@ -25,13 +25,13 @@ from ringserve.kernels.cpu.quantize import GROUP, quantize_rows
 class Int8Linear(nn.Module):
     """x ``[..., in]`` -> ``[..., out]`` in x's type (float32 or bfloat16), on one thread."""
 
-    def __init__(self, linear: nn.Linear, level: Level) -> None:
+    def __init__(self, linear: nn.Linear, level: Level, zeros: Zeros = aligned_zeros) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
         self._level = level
         weight, scale = quantize_weight(linear.weight.detach().float().numpy())
-        self._packed, self._corrections = pack_int8(weight)
+        self._packed, self._corrections = pack_int8(weight, zeros)
         self._scale = _whole_panels(scale)
         bias = np.zeros(0, np.float32) if linear.bias is None else linear.bias.detach().float().numpy()
         self._bias = _whole_panels(bias, self.out_features)
@@ -79,10 +79,11 @@ def quantize_linears(model: nn.Module, level: Level, progress: Callable[[float],
         if name and type(child) is nn.Linear and child.weight.device.type == "cpu"
     ]
     count = len(found)
+    arena = Arena()
     replaced: dict[int, Int8Linear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
         if id(child) not in replaced:
-            replaced[id(child)] = Int8Linear(child, level)
+            replaced[id(child)] = Int8Linear(child, level, arena.zeros)
             child.weight = replaced[id(child)].weight  # its memory is free from here on
         setattr(parent, name, replaced[id(child)])
         progress(done / count)

@@ -69,8 +69,8 @@ class ExecutorConfig(_Group, frozen=True):
     threads: Annotated[
         Positive | None,
         Meta(
-            description="Threads the executor computes with. Default: on the fast path as many as there are cores, else "
-            "one less, at least one."
+            description="Threads the executor computes with. Default: on the fast path as many as there are cores, "
+            "else one less, at least one."
         ),
     ] = None
     block_size: Annotated[
