@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from numpy.typing import NDArray
 
 CACHE_LINE = 64
 LARGE_PAGE = 2 << 20
+CHUNK = 16 * LARGE_PAGE
+"""What an arena takes at once."""
+
+Zeros = Callable[[tuple[int, ...], Any], NDArray[Any]]
+"""(shape, dtype) -> zeros that begin at a cache line: ``aligned_zeros`` or an arena's."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -32,3 +38,22 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         start = -raw.ctypes.data % CACHE_LINE
     array: NDArray[Any] = raw[start : start + size].view(dtype).reshape(shape)
     return array
+
+
+class Arena:
+    """Places arrays that are smaller than a large page side by side in large pages. They keep its memory alive."""
+
+    def __init__(self) -> None:
+        self._rest: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """See ``Zeros``."""
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if size > CHUNK // 4:
+            return aligned_zeros(shape, dtype)
+        room = -(-size // CACHE_LINE) * CACHE_LINE
+        if room > len(self._rest):
+            self._rest = aligned_zeros((CHUNK,), np.uint8)
+        piece, self._rest = self._rest[:size], self._rest[room:]
+        array: NDArray[Any] = piece.view(dtype).reshape(shape)
+        return array

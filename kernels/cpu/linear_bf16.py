@@ -34,7 +34,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu import llvm
-from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.aligned import Zeros, aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import Level, has_avx512
 from ringserve.kernels.cpu.llvm import I32, I64, V16F32, V16I32, load_f32, store_f32
@@ -70,10 +70,10 @@ def to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
     return rounded
 
 
-def pack_bf16(weight: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """bfloat16 ``[n, k]`` (as uint16) to panels ``[n_pad / 48, k_pad / 2, 48, 2]``."""
+def pack_bf16(weight: NDArray[np.uint16], zeros: Zeros = aligned_zeros) -> NDArray[np.uint16]:
+    """bfloat16 ``[n, k]`` (as uint16) to panels ``[n_pad / 48, k_pad / 2, 48, 2]``, in memory from ``zeros``."""
     n, k = weight.shape
-    packed = aligned_zeros((padded(n) // PANEL, padded_k(k) // 2, PANEL, 2), np.uint16)
+    packed = zeros((padded(n) // PANEL, padded_k(k) // 2, PANEL, 2), np.uint16)
     for panel, first in zip(packed, range(0, n, PANEL), strict=True):
         rows = weight[first : first + PANEL]
         columns = np.zeros((PANEL, padded_k(k)), np.uint16)

@@ -37,7 +37,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu import llvm
-from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.aligned import Zeros, aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import Level, has_avx512
 from ringserve.kernels.cpu.linear_bf16 import (
@@ -72,12 +72,12 @@ def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
     return np.rint(weight * inverse[:, None]).astype(np.int8), scale
 
 
-def pack_int8(weight: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int16]]:
+def pack_int8(weight: NDArray[np.int8], zeros: Zeros = aligned_zeros) -> tuple[NDArray[np.int8], NDArray[np.int16]]:
     """int8 ``[n, k]`` to panels ``[n_pad / 48, k_pad / 4, 48, 4]`` and corrections ``[n_pad / 48, k_pad / 64, 48]``."""
     n, k = weight.shape
     k_pad = padded_k(k)
-    packed = aligned_zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.int8)
-    corrections = aligned_zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int16)
+    packed = zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.int8)
+    corrections = zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int16)
     for panel, correction, first in zip(packed, corrections, range(0, n, PANEL), strict=True):
         rows = weight[first : first + PANEL]
         columns = np.zeros((PANEL, k_pad), np.int8)
