@@ -15,12 +15,13 @@ SHAPES = [(0, 3), (1,), (7, 5), (1000, 33), (LARGE_PAGE // 4,), (LARGE_PAGE + 3,
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_alignment(dtype: type) -> None:
     arena = Arena()
+    assert aligned_zeros((LARGE_PAGE + 3,), dtype).ctypes.data % LARGE_PAGE == 0
     for zeros in (aligned_zeros, arena.zeros):
         for shape in SHAPES:
             array = zeros(shape, dtype)
             assert array.shape == shape
             assert array.dtype == np.dtype(dtype)
-            assert array.ctypes.data % (LARGE_PAGE if array.nbytes > CHUNK // 4 else 64) == 0
+            assert array.size == 0 or array.ctypes.data % 64 == 0
             assert not array.any()
             assert array.flags.c_contiguous
 
