@@ -13,7 +13,7 @@ import torch
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.fast_forward import FastForward
-from ringserve.engine.fast_startup import QUANTISING, FastModel, prepare_fast
+from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
 from ringserve.engine.fast_weights import NotApplicableError
 from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
@@ -159,7 +159,11 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
-    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs, CpuRowSampler(vocab_size))
+    rows = CpuRowSampler(vocab_size)
+    if not rows.is_compiled():
+        progress(COMPILING, 0.5)
+    rows.warm_up()
+    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs, rows)
     max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
     packed = 0
     forward: Forward

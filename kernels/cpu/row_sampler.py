@@ -8,6 +8,7 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
+from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.row_draw import Workspace, draw_rows
 from ringserve.kernels.cpu.row_logprobs import logprob_rows
 from ringserve.kernels.logprobs import MINUS_INFINITY, RowLogprobs, row_logprobs
@@ -23,6 +24,17 @@ class CpuRowSampler:
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
         self._space = Workspace(vocab)
+
+    @staticmethod
+    def is_compiled() -> bool:
+        """Whether ``warm_up`` takes no time."""
+        return is_kept(draw_rows) and is_kept(logprob_rows)
+
+    def warm_up(self) -> None:
+        """Compile everything now, or load it, rather than at the first request."""
+        row = np.zeros(self._vocab, dtype=np.float32)
+        self.draw([Draw(row, 1.0, 0, 1.0, 0.0, (0, 0, 0, 0), (0, 0))])
+        self.logprobs([row], [0], [1])
 
     def draw(self, draws: Sequence[Draw]) -> list[int | None]:
         """A token for each; None where no logit is finite."""
