@@ -18,6 +18,7 @@ from step_planner import GREEDY
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
+from ringserve.engine.fast_startup import COMPILING
 from ringserve.messages import (
     ExecutorReady,
     LoadProgress,
@@ -104,7 +105,8 @@ def test_start(llama: Path) -> None:
     }
     told = [(message.stage, message.fraction) for message in progress if isinstance(message, Progress)]
     assert [(m.stage, m.fraction) for m in neighbours.sent[:-1] if isinstance(m, LoadProgress)] == told
-    stages = list(dict.fromkeys(stage for stage, _ in told))
+    # Kernels are compiled at the first start only.
+    stages = list(dict.fromkeys(stage for stage, _ in told if stage != COMPILING))
     assert stages == ["starting", "loading weights", "checking the model", "warming up"]
     assert all(0.0 <= fraction <= 1.0 for _, fraction in told)
     assert not torch.is_grad_enabled()
