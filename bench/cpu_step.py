@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class _TimedForward:
     def __init__(self, decoder: FastDecoder) -> None:
         self._forward = FastForward(decoder)
         self._decoder = decoder
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         decoder.record_times()
 
     def forward(
