@@ -16,10 +16,10 @@ from ringserve.config import ModelSource
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.model_runner import ModelRunner
-from ringserve.engine.torch_forward import TorchForward
 from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampled, Sampler
 from ringserve.engine.self_check import TracedModel, check_model
+from ringserve.engine.torch_forward import TorchForward
 
 DType = Literal["float32", "bfloat16"]
 
