@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -13,6 +14,7 @@ import torch
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.fast_forward import FastForward
+from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
 from ringserve.engine.fast_weights import NotApplicableError
 from ringserve.engine.int8_linear import quantize_linears
@@ -131,9 +133,12 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     check_threads(max(threads, fast_threads))
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
-    loaded = load_model(settings.source, dtype, progress)
-    max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-    fast = _fast_model(loaded, settings, page_size, max_model_len, progress)
+    with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
+        # Reading what an earlier start packed takes no interpreter: it goes on while transformers is imported.
+        packer = reader.submit(_packer, settings, dtype)
+        loaded = load_model(settings.source, dtype, progress)
+        max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
+        fast = _fast_model(loaded, settings, page_size, max_model_len, progress, packer.result)
     traced = None
     if fast is None:
         progress(CHECKING, 0.0)
@@ -210,8 +215,19 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     )
 
 
+def _packer(settings: ExecutorSettings, dtype: str) -> Packer:
+    path = Path(settings.source.path)
+    wanted = settings.config.model_impl != "transformers" and dtype == "bfloat16" and path.exists()
+    return Packer(settings.config.quantization, path if wanted else None, WeightCache(user_cache() / "weights"))
+
+
 def _fast_model(
-    loaded: LoadedModel, settings: ExecutorSettings, page_size: int, max_model_len: int, progress: Progress
+    loaded: LoadedModel,
+    settings: ExecutorSettings,
+    page_size: int,
+    max_model_len: int,
+    progress: Progress,
+    packer: Callable[[], Packer],
 ) -> FastModel | None:
     """The fast path where it is wanted and applies; why not is said in the log, or is the error if it was asked for."""
     asked = settings.config.model_impl
@@ -225,8 +241,7 @@ def _fast_model(
             max_model_len,
             free_memory(),
             progress,
-            source=Path(settings.source.path),
-            cache=WeightCache(user_cache() / "weights"),
+            packer=packer,
         )
     except NotApplicableError as error:
         if asked == "fast":

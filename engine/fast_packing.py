@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.engine.fast_weights import Linear
+from ringserve.engine.fast_weights import Linear, Source
 from ringserve.engine.weight_cache import WeightCache, source_identity
 from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
@@ -58,12 +58,12 @@ class Packer:
         """Whether an earlier start left its work."""
         return self._kept is not None
 
-    def __call__(self, name: str, weight: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> Linear:
+    def __call__(self, source: Source) -> Linear:
         """See ``fast_weights.Pack``."""
         if self._kept is not None:
-            return self._restored(name, *weight.shape)
-        linear = self._pack(weight, bias, self._arena.zeros)
-        self._made |= {f"{name}.{part}": array for part, array in _arrays(linear).items()}
+            return self._restored(source.name, source.n, source.k)
+        linear = self._pack(source.weight(), source.bias(), self._arena.zeros)
+        self._made |= {f"{source.name}.{part}": array for part, array in _arrays(linear).items()}
         return linear
 
     def keep(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.self_check import check_other_path
-from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu import decoder as kernels
 from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.features import Level, host_level
@@ -72,11 +70,10 @@ def prepare_fast(
     free_bytes: int,
     progress: Progress,
     level: Level | None = None,
-    source: Path | None = None,
-    cache: WeightCache | None = None,
+    packer: Callable[[], Packer] | None = None,
 ) -> FastModel:
-    """Pack ``loaded``'s weights and check the result against the model itself. Packed weights of ``source`` are looked
-    for in ``cache``, and kept there.
+    """Pack ``loaded``'s weights and check the result against the model itself. ``packer`` may know weights that were
+    packed at an earlier start.
 
     Raises NotApplicableError where the fast path does not know the model, ModelError where the model cannot be checked.
     """
@@ -86,11 +83,11 @@ def prepare_fast(
         raise NotApplicableError(f"its pages have at least {CHECK_PAGE_SIZE} tokens, not {page_size}")
     level = host_level() if level is None else level
     shape = decoder_shape(loaded.model)
-    packer = Packer(quantization, source, cache)
-    stage = READING if packer.found else QUANTISING if quantization == "int8" else PACKING
+    pack = packer() if packer is not None else Packer(quantization, None, None)
+    stage = READING if pack.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
-    weights = decoder_weights(loaded.model, shape, packer, max_model_len, lambda part: progress(stage, round(part, 1)))
-    packer.keep()
+    weights = decoder_weights(loaded.model, shape, pack, max_model_len, lambda part: progress(stage, round(part, 1)))
+    pack.keep()
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level)
     if not is_compiled():

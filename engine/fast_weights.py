@@ -135,8 +135,20 @@ class Linear:
     corrections: NDArray[np.int16] | None = None
 
 
-Pack = Callable[[str, NDArray[np.uint16], NDArray[np.float32] | None], Linear]
-"""(name, bfloat16 weight [n, k], bias [n]) -> packed."""
+@dataclass(frozen=True)
+class Source:
+    """Where a linear layer's numbers come from; read only if they are wanted."""
+
+    name: str
+    n: int
+    k: int
+    weight: Callable[[], NDArray[np.uint16]]
+    """bfloat16 [n, k]."""
+    bias: Callable[[], NDArray[np.float32] | None]
+    """[n]."""
+
+
+Pack = Callable[[Source], Linear]
 
 
 @dataclass(frozen=True)
@@ -185,19 +197,16 @@ def decoder_weights(
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         prefix = f"layers.{index}."
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        gate, up = _interleaved(_bits(mlp.gate_proj.weight), _bits(mlp.up_proj.weight)), None
-        if mlp.gate_proj.bias is not None:
-            up = _interleaved(_floats(mlp.gate_proj.bias)[:, None], _floats(mlp.up_proj.bias)[:, None])[:, 0]
         layers.append(
             LayerWeights(
                 input_norm=_floats(layer.input_layernorm.weight),
-                qkv=pack(prefix + "qkv", np.concatenate([_bits(part.weight) for part in parts]), _biases(parts)),
+                qkv=pack(_stacked(prefix + "qkv", parts)),
                 q_norm=None if q_norm is None else _floats(q_norm.weight),
                 k_norm=None if k_norm is None else _floats(k_norm.weight),
-                output=pack(prefix + "output", _bits(attention.o_proj.weight), _biases((attention.o_proj,))),
+                output=pack(_stacked(prefix + "output", (attention.o_proj,))),
                 mlp_norm=_floats(layer.post_attention_layernorm.weight),
-                gate_up=pack(prefix + "gate_up", gate, up),
-                down=pack(prefix + "down", _bits(mlp.down_proj.weight), _biases((mlp.down_proj,))),
+                gate_up=pack(_alternating(prefix + "gate_up", mlp.gate_proj, mlp.up_proj)),
+                down=pack(_stacked(prefix + "down", (mlp.down_proj,))),
             )
         )
         progress((index + 1) / (shape.layers + 1))
@@ -208,7 +217,7 @@ def decoder_weights(
         embedding=_bits(inner.embed_tokens.weight),
         layers=tuple(layers),
         norm=_floats(inner.norm.weight),
-        head=pack("head", _bits(causal.lm_head.weight), _biases((causal.lm_head,))),
+        head=pack(_stacked("head", (causal.lm_head,))),
         cos=(angles.cos() * rotary.attention_scaling).numpy(),
         sin=(angles.sin() * rotary.attention_scaling).numpy(),
     )
@@ -222,6 +231,35 @@ def _bits(weight: torch.Tensor) -> NDArray[np.uint16]:
 def _floats(weight: torch.Tensor) -> NDArray[np.float32]:
     floats: NDArray[np.float32] = weight.detach().float().contiguous().numpy()
     return floats
+
+
+def _stacked(name: str, parts: tuple[Any, ...]) -> Source:
+    """Layers with the same input as one."""
+    return Source(
+        name,
+        sum(part.out_features for part in parts),
+        parts[0].in_features,
+        lambda: np.concatenate([_bits(part.weight) for part in parts]),
+        lambda: _biases(parts),
+    )
+
+
+def _alternating(name: str, gate: Any, up: Any) -> Source:
+    """Panels of gate and up columns in turn."""
+
+    def bias() -> NDArray[np.float32] | None:
+        if gate.bias is None:
+            return None
+        rows: NDArray[np.float32] = _interleaved(_floats(gate.bias)[:, None], _floats(up.bias)[:, None])[:, 0]
+        return rows
+
+    return Source(
+        name,
+        2 * padded_columns(gate.out_features),
+        gate.in_features,
+        lambda: _interleaved(_bits(gate.weight), _bits(up.weight)),
+        bias,
+    )
 
 
 def _biases(linears: tuple[Any, ...]) -> NDArray[np.float32] | None:
