@@ -55,7 +55,7 @@ PARTS = {
 }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt step; 0: none")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     check_writable(options.output, "--output")
     torch.set_num_threads(1)
     bench = StepBench(options.model, options.quantization, options.threads, max(options.batch), options.context)
@@ -173,7 +173,7 @@ class StepBench:
         return self._measure(f"prompt {tokens}", step, steps, tokens, 1, seen, roofs)
 
     def _prompt_step(self, slot: int, tokens: int) -> SchedulerOutput:
-        ids = np.random.default_rng(slot).integers(300, 8000, tokens).tolist()
+        ids = np.random.default_rng(slot).integers(3, self._model.weights.shape.vocab_size, tokens).tolist()
         pages = self._pages[slot * self._pages_each : (slot + 1) * self._pages_each].tolist()
         greedy = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)
         new = NewSequence(slot, pack_i32(ids), tokens, 0, 0, greedy, 512)

@@ -87,6 +87,9 @@ def decoder_shape(model: nn.Module) -> DecoderShape:
         _require(all(type(module).__name__.endswith("RMSNorm") for module in norms), "norms")
         _require({module.variance_epsilon for module in norms} == {inner.norm.variance_epsilon}, "epsilons")
     _require(type(causal.lm_head) is nn.Linear, "an output layer")
+    # Compiled code looks token ids up without a check: whatever is a column of the logits must be a row here.
+    rows = inner.embed_tokens.weight.shape[0]
+    _require(type(inner.embed_tokens) is nn.Embedding and rows >= causal.lm_head.out_features, "an embedding")
     return DecoderShape(
         vocab_size=causal.lm_head.out_features,
         hidden=config.hidden_size,
