@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from ringserve.kernels.cpu.aligned import LARGE_PAGE, aligned_zeros
+
 KVDType = Literal["float32", "float16", "bfloat16", "int8", "float8"]
 """float8 is e4m3fn, kept as its bits (``kernels/gpu/kv_format.py``)."""
 
@@ -70,6 +72,11 @@ class NumpyNamespace:
 
     def allocate(self, num_elements: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         num_bytes = num_elements * dtype.itemsize
+        if num_bytes >= LARGE_PAGE:  # in large pages: attention walks through it page by page
+            try:
+                return aligned_zeros((num_elements,), dtype)
+            except OSError as error:
+                raise MemoryError(f"no {num_bytes} bytes of memory") from error
         raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         return raw[offset : offset + num_bytes].view(dtype)

@@ -55,14 +55,16 @@ class Executor:
         """Load, check and warm up; on a model that cannot be served, tell the supervisor why and exit."""
         started = time.monotonic()
         self._progress("starting", 0.0)
-        threads = self._settings.config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        cores = len(os.sched_getaffinity(0))
+        threads = self._settings.config.threads or max(1, cores - 1)
         os.environ.update(THREAD_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
         from ringserve.engine.executor_startup import build_engine, set_threads
         from ringserve.engine.model_error import ModelError
 
         set_threads(threads)
         try:
-            engine = build_engine(self._settings, threads, self._progress)
+            # The fast path's team does not suffer from a core that others use as well.
+            engine = build_engine(self._settings, threads, self._settings.config.threads or cores, self._progress)
         except ModelError as error:
             self._context.report(StartFailed(str(error)))
             raise SystemExit(1) from error
@@ -73,6 +75,9 @@ class Executor:
             Started(
                 {
                     "dtype": ready.dtype,
+                    "model_impl": ready.model_impl,
+                    "quantization": ready.quantization,
+                    "instructions": ready.instructions,
                     "device": ready.device,
                     "threads": ready.num_threads,
                     "kv_tokens": ready.num_pages * ready.page_size,
@@ -106,6 +111,8 @@ class Executor:
 
     def shutdown(self) -> None:
         self._steps.clear()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
     def _progress(self, stage: str, fraction: float) -> None:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.fast_forward import FastForward
+from ringserve.engine.fast_packing import Packer
+from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
+from ringserve.engine.fast_weights import NotApplicableError
+from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
-from ringserve.engine.kv_pool import KVPool, bytes_per_page
+from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
-from ringserve.engine.model_loader import load_model, resolve_dtype
-from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
+from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampler
-from ringserve.engine.self_check import check_model
+from ringserve.engine.self_check import TracedModel, check_model
+from ringserve.engine.torch_forward import TorchForward
+from ringserve.engine.weight_cache import WeightCache
+from ringserve.kernels.cpu.features import host_level, level_name
+from ringserve.kernels.cpu.row_sampler import CpuRowSampler
 from ringserve.messages import (
     ExecutorReady,
     NewSequence,
@@ -65,6 +76,9 @@ class Engine:
     architecture: str
     defaults: SamplingDefaults
     num_threads: int
+    model_impl: str
+    quantization: str
+    instructions: str
 
     def ready(self, load_seconds: float) -> ExecutorReady:
         """The message that everybody waits for."""
@@ -83,6 +97,9 @@ class Engine:
             defaults=self.defaults,
             num_threads=self.num_threads,
             load_seconds=load_seconds,
+            model_impl=self.model_impl,
+            quantization=self.quantization,
+            instructions=self.instructions,
         )
 
 
@@ -108,45 +125,69 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
     return CPU
 
 
-def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -> Engine:
-    """Raises ModelError with one line where the model cannot be served as asked."""
-    device = choose_device(settings.config.device)
-    check_threads(threads)
-    page_size = check_page_size(settings.config.block_size or device.page_size)
+def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:
+    """``threads``: of torch; ``fast_threads``: of the fast path, where it applies. Raises ModelError with one line
+    where the model cannot be served as asked."""
+    config = settings.config
+    device = choose_device(config.device)
+    check_threads(max(threads, fast_threads))
+    page_size = check_page_size(config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
-    loaded = load_model(
-        settings.source,
-        dtype,
-        progress,
-        check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
-    )
-    max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-
-    progress(CHECKING, 0.0)
-    traced = check_model(loaded.model, free_memory(), max_model_len)
-    progress(CHECKING, 1.0)
+    with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
+        # Reading what an earlier start packed takes no interpreter: it goes on while transformers is imported.
+        packer = reader.submit(_packer, settings, dtype)
+        loaded = load_model(
+            settings.source,
+            dtype,
+            progress,
+            check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
+        )
+        max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
+        fast = _fast_model(loaded, settings, page_size, max_model_len, progress, packer.result)
+    traced = None
+    if fast is None:
+        progress(CHECKING, 0.0)
+        traced = check_model(loaded.model, free_memory(), max_model_len)
+        progress(CHECKING, 1.0)
+    layers: Sequence[LayerKV] = fast.layers if fast is not None else _checked(traced).layers
+    vocab_size = fast.weights.shape.vocab_size if fast is not None else _checked(traced).vocab_size
 
     budget = plan_kv(
-        bytes_per_page=bytes_per_page(traced.layers, page_size, dtype),
+        bytes_per_page=bytes_per_page(layers, page_size, dtype),
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         max_model_len_asked=settings.max_model_len is not None,
-        kv_cache_memory=settings.config.kv_cache_memory,
+        kv_cache_memory=config.kv_cache_memory,
         free_bytes=free_memory(),
     )
     if budget.note is not None:
         logger.warning("%s", budget.note)
     try:
-        pool = KVPool(traced.layers, budget.num_pages, page_size, dtype)
+        pool = KVPool(layers, budget.num_pages, page_size, dtype)
     except MemoryError as error:
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
-    sampler = Sampler(traced.vocab_size, loaded.eos_token_ids, settings.max_num_seqs)
-    # After the check, which needs the plain weights.
-    packed = pack_linears(loaded.model)
-    runner = ModelRunner(loaded.model, traced.modules, pool, sampler)
+    rows = CpuRowSampler(vocab_size)
+    if not rows.is_compiled():
+        progress(COMPILING, 0.5)
+    rows.warm_up()
+    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs, rows)
+    max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
+    packed = 0
+    forward: Forward
+    if fast is not None:
+        forward = FastForward(fast.decoder(pool, fast_threads, max_num_batched_tokens))
+    else:
+        # After the check, which needs the plain weights.
+        if config.quantization == "int8":
+            progress(QUANTISING, 0.0)
+            quantize_linears(loaded.model, host_level(), lambda part: progress(QUANTISING, round(part, 1)))
+        else:
+            packed = pack_linears(loaded.model)
+        forward = TorchForward(loaded.model, _checked(traced).modules, pool)
+    runner = ModelRunner(forward, page_size, sampler)
 
     progress(WARMING_UP, 0.0)
     try:
@@ -161,19 +202,64 @@ def build_engine(settings: ExecutorSettings, threads: int, progress: Progress) -
     progress(WARMING_UP, 1.0)
     return Engine(
         runner=runner,
-        vocab_size=traced.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=budget.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         num_pages=budget.num_pages,
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens or device.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
         device=device.name,
         architecture=loaded.architecture,
         defaults=loaded.defaults,
-        num_threads=threads,
+        num_threads=fast_threads if fast is not None else threads,
+        model_impl="fast" if fast is not None else "transformers",
+        quantization=config.quantization,
+        instructions="" if fast is None else level_name(fast.level),
     )
+
+
+def _packer(settings: ExecutorSettings, dtype: str) -> Packer:
+    path = Path(settings.source.path)
+    wanted = settings.config.model_impl != "transformers" and dtype == "bfloat16" and path.exists()
+    return Packer(settings.config.quantization, path if wanted else None, WeightCache(user_cache() / "weights"))
+
+
+def _fast_model(
+    loaded: LoadedModel,
+    settings: ExecutorSettings,
+    page_size: int,
+    max_model_len: int,
+    progress: Progress,
+    packer: Callable[[], Packer],
+) -> FastModel | None:
+    """The fast path where it is wanted and applies; why not is said in the log, or is the error if it was asked for."""
+    asked = settings.config.model_impl
+    if asked == "transformers":
+        return None
+    try:
+        return prepare_fast(
+            loaded,
+            settings.config.quantization,
+            page_size,
+            max_model_len,
+            free_memory(),
+            progress,
+            packer=packer,
+        )
+    except NotApplicableError as error:
+        if asked == "fast":
+            raise ModelError(
+                f"the fast path does not serve {loaded.architecture}: {error}; leave --model-impl out"
+            ) from error
+        logger.info("%s is computed by transformers' code, not on the fast path: %s", loaded.architecture, error)
+    return None
+
+
+def _checked(traced: TracedModel | None) -> TracedModel:
+    assert traced is not None, "one of the two paths was checked"
+    return traced
 
 
 def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
@@ -182,10 +268,13 @@ def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
     num_tokens = min(page_size - 1, capacity - 1, 8)
     if num_tokens < 1:
         return
-    sampling = SamplingParams(seed=0, temperature=0.0)
-    new = NewSequence(0, pack_i32([0] * num_tokens), num_tokens, 0, 0, sampling, 2)
     one, none = pack_i32([1]), b""
     slot = pack_i32([0])
-    runner.execute(SchedulerOutput(0, (new,), slot, pack_i32([num_tokens]), one, one, none))
-    runner.execute(SchedulerOutput(0, (), slot, one, pack_i32([0]), none, none))
-    runner.execute(SchedulerOutput(0, (), none, none, none, none, slot))
+    for sampling in (
+        SamplingParams(seed=0, temperature=0.0),
+        SamplingParams(seed=0, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, logprobs=1),
+    ):
+        new = NewSequence(0, pack_i32([0] * num_tokens), num_tokens, 0, 0, sampling, 2)
+        runner.execute(SchedulerOutput(0, (new,), slot, pack_i32([num_tokens]), one, one, none))
+        runner.execute(SchedulerOutput(0, (), slot, one, pack_i32([0]), none, none))
+        runner.execute(SchedulerOutput(0, (), none, none, none, none, slot))

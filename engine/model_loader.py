@@ -91,7 +91,7 @@ def load_model(
         check_config(llama_config(file))
         model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
         return LoadedModel(model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults())
-    converted = _convert_gguf(file, dtype, progress, cache if cache is not None else _user_cache())
+    converted = _convert_gguf(file, dtype, progress, cache if cache is not None else user_cache())
     loaded = _load_directory(converted, dtype, progress, check_config)
     ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)
     return LoadedModel(loaded.model, loaded.config, loaded.architecture, dtype, ends, loaded.defaults)
@@ -228,7 +228,7 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
     return target
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
     """The XDG base directory specification's cache directory, for us."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "ringserve"

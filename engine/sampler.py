@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.kernels.logprobs import RowLogprobs, row_logprobs
+from ringserve.kernels.logprobs import RowLogprobs
 from ringserve.kernels.penalties import TokenCounts
-from ringserve.kernels.philox import philox4x32, uniforms
-from ringserve.kernels.sampling import SAMPLED_TOKEN, clean, draw
+from ringserve.kernels.row_sampler import Draw, NumpyRowSampler, RowSampler
+from ringserve.kernels.sampling import SAMPLED_TOKEN
 from ringserve.messages import LogprobColumns, SamplingParams, pack_f32, pack_i32
 
 NO_FINITE_LOGIT = "the model gave no finite logit for any token that may be drawn"
@@ -99,9 +99,18 @@ class _Slot:
             row[self.end_ids] = -np.inf
         return row
 
-    def counter(self) -> tuple[int, int, int, int]:
-        """The Philox counter of the next token."""
-        return (self.length & _WORD, self.choice & _WORD, SAMPLED_TOKEN, 0)
+    def draw(self, row: NDArray[np.float32]) -> Draw:
+        """How the next token is drawn from its logits."""
+        sampling = self.sampling
+        return Draw(
+            self.process(row),
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            counter=(self.length & _WORD, self.choice & _WORD, SAMPLED_TOKEN, 0),
+            key=self.key,
+        )
 
     def append(self, token_id: int) -> None:
         """Advance by the token drawn."""
@@ -111,9 +120,12 @@ class _Slot:
 
 
 class Sampler:
-    """Samplers for slots ``0 .. num_slots - 1``."""
+    """Samplers for slots ``0 .. num_slots - 1``; ``rows`` does the arithmetic (numpy's by default)."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], num_slots: int) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Sequence[int], num_slots: int, rows: RowSampler | None = None
+    ) -> None:
+        self._rows = NumpyRowSampler() if rows is None else rows
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._slots: list[_Slot | None] = [None] * num_slots
@@ -146,19 +158,14 @@ class Sampler:
                 if np.isfinite(logits[i, token_id]):
                     token_ids[i] = token_id
         others = [i for i, token_id in enumerate(token_ids) if token_id is None]
-        if others:
-            drawn = self._uniforms([states[i] for i in others])
-            for i, uniform in zip(others, drawn, strict=True):
-                token_ids[i] = self._draw(states[i], logits[i], uniform)
-        failed: list[tuple[int, str]] = []
-        columns: list[RowLogprobs | None] = []
-        for slot, state, token_id, row in zip(slots, states, token_ids, logits, strict=True):
-            if token_id is None:
-                failed.append((slot, NO_FINITE_LOGIT))
-                continue
-            k = state.sampling.logprobs
-            columns.append(row_logprobs(row, token_id, k) if k >= 0 else None)
-            state.append(token_id)
+        drawn = self._rows.draw([states[i].draw(logits[i]) for i in others])
+        for i, token in zip(others, drawn, strict=True):
+            token_ids[i] = token
+        failed = [(slot, NO_FINITE_LOGIT) for slot, token in zip(slots, token_ids, strict=True) if token is None]
+        columns = self._logprobs(states, token_ids, logits)
+        for state, token in zip(states, token_ids, strict=True):
+            if token is not None:
+                state.append(token)
         wanted = any(entry is not None for entry in columns)
         return Sampled(token_ids, _pack(columns) if wanted else None, failed)
 
@@ -167,30 +174,27 @@ class Sampler:
     ) -> LogprobColumns:
         """Log probabilities of tokens ``next_token_ids [n]`` given the rows ``logits [n, vocab]`` before them."""
         ids = np.asarray(next_token_ids).tolist()
-        return _pack([row_logprobs(row, token_id, k) for row, token_id in zip(logits, ids, strict=True)])
+        return _pack(list(self._rows.logprobs(list(logits), ids, [k] * len(ids))))
+
+    def _logprobs(
+        self, states: list[_Slot], token_ids: list[int | None], logits: NDArray[np.float32]
+    ) -> list[RowLogprobs | None]:
+        """One entry for each drawn token; None for those that nobody asked for."""
+        drawn = [(i, token) for i, token in enumerate(token_ids) if token is not None]
+        asked = [(i, token) for i, token in drawn if states[i].sampling.logprobs >= 0]
+        entries = self._rows.logprobs(
+            [logits[i] for i, _ in asked],
+            [token for _, token in asked],
+            [states[i].sampling.logprobs for i, _ in asked],
+        )
+        found = {i: entry for (i, _), entry in zip(asked, entries, strict=True)}
+        return [found.get(i) for i, _ in drawn]
 
     def _state(self, slot: int) -> _Slot:
         state = self._slots[slot]
         if state is None:
             raise KeyError(f"slot {slot} was never reset")
         return state
-
-    @staticmethod
-    def _uniforms(states: list[_Slot]) -> list[float]:
-        counters = np.array([state.counter() for state in states], dtype=np.uint32)
-        keys = np.array([state.key for state in states], dtype=np.uint32)
-        drawn: list[float] = uniforms(philox4x32(counters, keys)[:, 0]).tolist()
-        return drawn
-
-    @staticmethod
-    def _draw(state: _Slot, row: NDArray[np.float32], uniform: float) -> int | None:
-        processed = clean(state.process(row))
-        if processed is None:
-            return None
-        sampling = state.sampling
-        if sampling.temperature == 0.0:
-            return int(processed.argmax())
-        return draw(processed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform)
 
 
 def _pack(rows: list[RowLogprobs | None]) -> LogprobColumns:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +41,8 @@ LENGTHS = (15, 10)
 
 STEPS = (((0, 7), (0, 9)), ((7, 15), (9, 10)))
 """What each step computes of the two sequences: chunks packed; a later chunk beside a decode."""
+
+NOT_FINITE = "the model's own logits are not finite; its weights are damaged: download them again"
 
 SMALL_WINDOW = 4
 CHECK_PAGE_SIZE = 8
@@ -73,11 +75,35 @@ def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int 
     return traced
 
 
-def _sequences(model: nn.Module) -> list[torch.Tensor]:
+def check_other_path(
+    model: nn.Module,
+    compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    lengths: Sequence[int],
+    tolerance: float,
+    free_bytes: int = 1 << 62,
+    max_model_len: int = 1 << 62,
+) -> None:
+    """Raises ModelError where another implementation of ``model``, with rounded numbers, does not give its logits.
+
+    ``compute`` takes sequences of ``lengths`` token ids and returns the logits of all their tokens. The root mean
+    square of the differences may be ``tolerance`` of that of the model's own float32 logits (about their mean):
+    rounding is a matter of all logits, so is a mistake. While it runs, windows are small.
+    """
+    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
+        sequences = _sequences(model, lengths)
+        expected, got = torch.cat(_reference(model, sequences)), torch.cat(list(compute(sequences)))
+    if not bool(torch.isfinite(expected).all()):
+        raise ModelError(NOT_FINITE)
+    difference = float((expected - got).square().mean().sqrt() / (expected.std() + 1e-30))
+    if not difference <= tolerance:  # "not <=" catches NaN
+        raise ModelError(f"its logits differ from the model's own by {difference:.1e} of their spread")
+
+
+def _sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     """Token ids spread over the vocabulary, the same at every start."""
     embedding = cast(Any, model).get_input_embeddings()
     generator = np.random.default_rng(1234)
-    return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in LENGTHS]
+    return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in lengths]
 
 
 def _forward(
@@ -180,7 +206,7 @@ def slot_mapping(table: torch.Tensor, start: int, stop: int, page_size: int) -> 
 
 def _compare(expected: torch.Tensor, got: torch.Tensor) -> None:
     if not bool(torch.isfinite(expected).all()):
-        raise ModelError("the model's own logits are not finite; its weights are damaged: download them again")
+        raise ModelError(NOT_FINITE)
     spread = _range(expected)
     worst = float((expected - got).abs().max())
     if not worst <= TOLERANCE * spread:  # "not <=" catches NaN

@@ -33,8 +33,11 @@ def row_logprobs(row: NDArray[np.float32], token_id: int, k: int) -> RowLogprobs
         top = float(row.max())
     ids = [token_id, *top_k_ids(row, k).tolist()]
     if isfinite(top):
-        log_sum = top + log(float(np.exp(row - np.float32(top)).sum(dtype=np.float64)))
-        logprobs = row[ids].astype(np.float64) - log_sum
+        with np.errstate(over="ignore"):  # to -inf, as it should be
+            shifted = row - np.float32(top)
+        log_sum = log(float(np.exp(shifted).sum(dtype=np.float64)))
+        # In this order: top may be so large that nothing that is added to it changes it.
+        logprobs = (row[ids].astype(np.float64) - top) - log_sum
         values = [value if isfinite(value) else MINUS_INFINITY for value in logprobs.tolist()]
     else:
         values = [MINUS_INFINITY] * len(ids)

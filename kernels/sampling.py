@@ -30,6 +30,8 @@ BLOCK = 256
 MIN_TEMPERATURE = 1e-30
 """Below it a float32 quotient would leave the type's range; the result is the same."""
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 _TOP_P_DEPTHS = (4.0, 8.0, 16.0, inf)
 """How far below the maximum (in ``(x - max) / T``) top_p looks, one after the other."""
 
@@ -58,7 +60,8 @@ def draw(row: NDArray[np.float32], temperature: float, top_k: int, top_p: float,
         ids = _top_p_of_all(row, top, top_p, temperature)
     elif min_p > 0.0:
         # A little deeper than min_p: the exact comparison follows.
-        ids = np.flatnonzero(row >= top + temperature * log(min_p) - 1e-4 * (temperature + abs(top)))
+        bound = top + temperature * log(min_p) - 1e-4 * (temperature + abs(top))
+        ids = np.flatnonzero(row >= max(bound, -_LARGEST))
     else:
         return _draw_from_all(row, temperature, uniform)
     weights = _weights(row[ids], top, temperature)
@@ -76,9 +79,10 @@ def _weights(logits: NDArray[np.float32], top: float, temperature: float) -> NDA
 
 def _all_weights(row: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
     """float32 weights of the whole row."""
-    weights: NDArray[np.float32] = row - row.max()
-    if temperature != 1.0:
-        weights /= np.float32(temperature)
+    with np.errstate(over="ignore"):  # to -inf, as it should be
+        weights: NDArray[np.float32] = row - row.max()
+        if temperature != 1.0:
+            weights /= np.float32(temperature)
     np.exp(weights, out=weights)
     return weights
 

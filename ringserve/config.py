@@ -55,10 +55,22 @@ class ExecutorConfig(_Group, frozen=True):
     """Execution and KV cache"""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "fast", "transformers"],
+        Meta(
+            description="How the model is computed. fast: the engine's own code for the Llama family (in bfloat16 or "
+            "int8); transformers: its modelling code, for every architecture; auto: fast where it applies."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(description="int8: weights in 8 bits, one scale for each output channel, quantised at load."),
+    ] = "none"
     threads: Annotated[
         Positive | None,
         Meta(
-            description="Threads the executor computes with. Default: the cores of this machine less one, at least one."
+            description="Threads the executor computes with. Default: on the fast path as many as there are cores, "
+            "else one less, at least one."
         ),
     ] = None
     block_size: Annotated[

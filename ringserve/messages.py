@@ -447,6 +447,11 @@ class ExecutorReady(Message, frozen=True):
     defaults: SamplingDefaults
     num_threads: int = 1
     load_seconds: float = 0.0
+    model_impl: str = "transformers"
+    """``fast`` or ``transformers``."""
+    quantization: str = "none"
+    instructions: str = ""
+    """What the fast path's kernels use: ``avx512`` or ``portable``."""
 
 
 class LoadProgress(Message, frozen=True):

@@ -58,9 +58,11 @@ class StartDisplay:
 
 
 def ready_line(model: str, summary: Mapping[str, str | int | float]) -> str:
-    """URL, model, dtype, KV capacity and time taken, in one line."""
+    """URL, model, how it is computed, KV capacity and time taken, in one line."""
+    numbers = "int8" if summary["quantization"] == "int8" else summary["dtype"]
+    path = f"{summary['model_impl']} path" + (f" ({summary['instructions']})" if summary["instructions"] else "")
     return (
-        f"ringserve: serving {model} at {summary['url']} | {summary['dtype']} on {summary['device']}, "
+        f"ringserve: serving {model} at {summary['url']} | {numbers} on {summary['device']}, {path}, "
         f"{summary['threads']} thread(s) | KV cache {summary['kv_tokens']:,} tokens | "
         f"ready in {age_of_process():.1f} s"
     )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from checkpoints import REFUSED, SERVED, make_checkpoint
+from fast_models import FAMILY
 from step_planner import GREEDY
 
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
+from ringserve.engine.fast_startup import COMPILING
 from ringserve.messages import (
     ExecutorReady,
     LoadProgress,
@@ -57,6 +60,8 @@ def executor(path: Path, neighbours: Neighbours, **changes: Any) -> Executor:
         threads=changes.pop("threads", 1),
         block_size=changes.pop("block_size", 8),
         kv_cache_memory=changes.pop("kv_cache_memory", None),
+        model_impl=changes.pop("model_impl", "auto"),
+        quantization=changes.pop("quantization", "none"),
     )
     settings = ExecutorSettings(
         source=ModelSource(str(path), "directory", "model"),
@@ -93,6 +98,9 @@ def test_start(llama: Path) -> None:
     assert isinstance(started, Started)
     assert started.summary == {
         "dtype": "float32",
+        "model_impl": "transformers",
+        "quantization": "none",
+        "instructions": "",
         "device": "cpu",
         "threads": 1,
         "kv_tokens": 1024,
@@ -101,7 +109,8 @@ def test_start(llama: Path) -> None:
     }
     told = [(message.stage, message.fraction) for message in progress if isinstance(message, Progress)]
     assert [(m.stage, m.fraction) for m in neighbours.sent[:-1] if isinstance(m, LoadProgress)] == told
-    stages = list(dict.fromkeys(stage for stage, _ in told))
+    # Kernels are compiled at the first start only.
+    stages = list(dict.fromkeys(stage for stage, _ in told if stage != COMPILING))
     assert stages == ["starting", "loading weights", "checking the model", "warming up"]
     assert all(0.0 <= fraction <= 1.0 for _, fraction in told)
     assert not torch.is_grad_enabled()
@@ -189,10 +198,57 @@ def test_a_step_that_fails_ends_the_process(llama: Path, caplog: pytest.LogCaptu
     actor.startup()
     neighbours.sent.clear()
     actor.handle(one_step(7, [], 1, []), "scheduler")
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="nobody"):
         actor.act()
     assert neighbours.sent == []
     assert "step 7 failed" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_fast_path_is_taken_where_it_applies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Literal["none", "int8"]
+) -> None:
+    """The second start finds the packed weights; both give the same tokens; the helper threads end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_checkpoint(tmp_path / "small", *FAMILY["llama"])
+    tokens = []
+    for stage, threads in (
+        ("packing weights" if quantization == "none" else "quantising weights to int8", 1),
+        ("reading packed weights", 2),
+    ):
+        neighbours = Neighbours()
+        actor = executor(path, neighbours, dtype="bfloat16", block_size=16, threads=threads, quantization=quantization)
+        actor.startup()
+        ready = neighbours.sent[-1]
+        assert (ready.model_impl, ready.quantization, ready.num_threads) == ("fast", quantization, threads)
+        assert ready.instructions in ("avx512", "portable")
+        assert stage in [message.stage for message in neighbours.reports if isinstance(message, Progress)]
+        new = NewSequence(0, pack_i32(range(5, 25)), 20, 0, 0, GREEDY, 9)
+        actor.handle(one_step(1, [new], 20, [1, 2]), "scheduler")
+        actor.handle(one_step(2, [], 1, []), "scheduler")
+        actor.act()
+        actor.act()
+        outputs = [message for message in neighbours.sent if isinstance(message, ModelRunnerOutput)]
+        tokens.append([unpack_i32(output.token_ids).tolist() for output in outputs])
+        actor.shutdown()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute-")]
+    assert tokens[0] == tokens[1]
+    assert [len(row) for row in tokens[0]] == [1, 1]
+
+
+def test_the_fast_path_can_be_asked_for_or_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    message = failure(llama, model_impl="fast", dtype="bfloat16", block_size=16)
+    assert message.startswith("the fast path does not serve LlamaForCausalLM: it has head dimension 16")
+    path = make_checkpoint(tmp_path / "small", *FAMILY["llama"])
+    neighbours = Neighbours()
+    executor(path, neighbours, dtype="bfloat16", block_size=16, model_impl="transformers").startup()
+    assert neighbours.sent[-1].model_impl == "transformers"
+    with caplog.at_level("INFO"):
+        executor(llama, Neighbours(), dtype="bfloat16", block_size=16).startup()
+    assert "not on the fast path: it has head dimension 16" in caplog.text
 
 
 def test_unknown_messages_are_errors(llama: Path) -> None:

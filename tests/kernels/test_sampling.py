@@ -66,6 +66,16 @@ def test_top_k_equals_a_stable_sort() -> None:
                 assert top_k_ids(row, k).tolist() == expected[: max(0, k)].tolist()
 
 
+def test_logits_of_any_size_are_drawn_without_a_warning() -> None:
+    largest = np.finfo(np.float32).max
+    row = np.array([-largest, 0.0, largest, largest], dtype=np.float32)
+    for temperature in (1.0, 1e-40, 3e38):
+        for top_k, top_p, min_p in [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)]:
+            assert draw(row, temperature, top_k, top_p, min_p, 0.7) == 3
+    assert row_logprobs(row, 2, 2).token_ids == [2, 2, 3]
+    np.testing.assert_allclose(row_logprobs(row, 2, 0).values, [-np.log(2)], rtol=1e-6)
+
+
 def test_clean_repairs_what_it_can() -> None:
     nan, inf = np.nan, np.inf
     row = clean(np.array([nan, 1.0, -inf, inf], dtype=np.float32))

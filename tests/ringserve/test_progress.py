@@ -32,9 +32,13 @@ def test_the_line_it_ends_with() -> None:
         "device": "cpu",
         "threads": 2,
         "kv_tokens": 12345,
+        "model_impl": "fast",
+        "quantization": "none",
+        "instructions": "avx512",
     }
     line = ready_line("tiny", summary)
     assert line.startswith(
-        "ringserve: serving tiny at http://h:1 | bfloat16 on cpu, 2 thread(s) | KV cache 12,345 tokens"
+        "ringserve: serving tiny at http://h:1 | bfloat16 on cpu, fast path (avx512), 2 thread(s) | "
+        "KV cache 12,345 tokens"
     )
     assert line.endswith(" s")

@@ -19,6 +19,7 @@ from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.packed_linear import pack_linears
 from ringserve.engine.sampler import Sampled, Sampler
 from ringserve.engine.self_check import TracedModel, check_model
+from ringserve.engine.torch_forward import TorchForward
 
 DType = Literal["float32", "bfloat16"]
 
@@ -73,4 +74,5 @@ def make_bench(
         for pages in pool.layer(index):
             pages.fill_(torch.nan)
     sampler = RecordingSampler(traced.vocab_size, loaded.eos_token_ids, num_slots)
-    return Bench(loaded, traced, pool, sampler, ModelRunner(loaded.model, traced.modules, pool, sampler))
+    forward = TorchForward(loaded.model, traced.modules, pool)
+    return Bench(loaded, traced, pool, sampler, ModelRunner(forward, page_size, sampler))

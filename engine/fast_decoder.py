@@ -1,0 +1,321 @@
+"""The fast path on CPUs: a decoder's whole step as one call of compiled code for each thread.
+
+Holds the packed weights, the activations' buffers and the team of threads, and makes the list of operations that
+``kernels/cpu/decoder.py`` walks through. Everything is prepared at start; a step fills in token ids and segments.
+Buffers grow when a step is larger than any before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringserve.engine.fast_weights import DecoderWeights, LayerWeights, Linear
+from ringserve.engine.kv_pool import KVPool
+from ringserve.kernels.cpu import decoder as k
+from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.features import Level
+from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
+from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
+from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
+from ringserve.kernels.cpu.team import RECORD, STOP, Team
+
+HEAD_GROUP = 4
+"""Panels of the output layer that a thread takes at once; of other layers one (or one of gate and one of up)."""
+
+
+def row_stride(elements: int, item_size: int) -> int:
+    """Elements from row to row: whole cache lines, and no multiple of 4096 bytes, which would make all rows compete for
+    the same places in the cache."""
+    line = 64 // item_size
+    stride = -(-elements // line) * line
+    return stride + line if stride * item_size % 4096 == 0 else stride
+
+
+def segment_length(group: int) -> int:
+    """Tokens of a segment: even, and no more query rows than one call of attention takes."""
+    return max(2, min(16, MAX_ROWS // group // 2 * 2))
+
+
+class FastDecoder:
+    """A decoder on the fast path. Not thread-safe: one caller, which is the team's leader."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        pool: KVPool,
+        windows: list[int],
+        num_threads: int,
+        level: Level,
+        max_tokens: int,
+    ) -> None:
+        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step."""
+        shape = weights.shape
+        page_size = pool.page_size
+        self._weights, self._windows = weights, windows
+        self._pool = pool  # compiled code knows addresses only: whoever computes keeps the memory
+        layers = [pool.layer(index) for index in range(shape.layers)]
+        self._pages = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
+        self._shape, self._page_size = shape, page_size
+        self._int8 = weights.layers[0].down.int8
+        self._group = shape.heads // shape.kv_heads
+        self._step = np.zeros(k.STEP_FIELDS, np.int64)
+        self._sizes = np.zeros(k.SIZE_FIELDS, np.int64)
+        self._capacity = 0
+        self._buffers: dict[str, NDArray[Any]] = {}
+        self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self._stamps: NDArray[np.int64] | None = None
+        count = 3 + 9 * shape.layers if self._int8 else 3 + 8 * shape.layers
+        if self._int8 and not self._heads_are_groups:
+            count += shape.layers
+        self._operations = np.zeros((count, k.FIELDS), np.int64)
+        self._records = aligned_zeros((count * RECORD,), np.uint8)
+        scratch = max(scratch_bytes(shape.head_dim, page_size), k.GATE_UP_ROWS * 2 * PANEL * 4, 4 * shape.hidden)
+        scratch = -(-scratch // 4096) * 4096 + 4096
+        self._scratch = aligned_zeros((num_threads * scratch,), np.uint8)
+        for field, value in (
+            (k.HIDDEN, shape.hidden),
+            (k.HEADS, shape.heads),
+            (k.KV_HEADS, shape.kv_heads),
+            (k.HEAD_DIM, shape.head_dim),
+            (k.PAGE_SIZE, page_size),
+            (k.COS, weights.cos.ctypes.data),
+            (k.SIN, weights.sin.ctypes.data),
+            (k.SCRATCH, self._scratch.ctypes.data),
+            (k.SCRATCH_BYTES, scratch),
+            (k.SEGMENT, segment_length(self._group)),
+        ):
+            self._sizes[field] = value
+        self._grow(max_tokens)
+        self._fixed = (
+            self._records.ctypes.data,
+            self._operations,
+            self._step,
+            self._sizes,
+            np.float32(shape.eps),
+            np.float32(shape.scale * LOG2_E),
+            level,
+        )
+        if num_threads > 1:  # compiled here, not by the thread that is needed
+            stopped = np.zeros(8, np.int64)
+            stopped[STOP // 8] = 1
+            k.help_steps(stopped.ctypes.data, 1, *self._fixed)
+        self._team = Team(num_threads, lambda header, thread: k.help_steps(header, thread, *self._fixed))
+
+    @property
+    def num_threads(self) -> int:
+        """The team's size, the caller included."""
+        return self._team.num_threads
+
+    def close(self) -> None:
+        """End the helper threads."""
+        self._team.close()
+
+    def forward(
+        self,
+        slots: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        computed: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        wanted: NDArray[np.int32],
+    ) -> NDArray[np.float32]:
+        """Compute ``counts[i]`` tokens of slot ``slots[i]`` after ``computed[slot]``, for each i.
+
+        ``ids`` [slots, length]: token ids; ``tables`` [slots, pages]: block tables. ``wanted``: tokens of the step, in
+        the order of its rows, whose logits are returned, float32 [len(wanted), vocab_size]; the next step overwrites
+        them.
+        """
+        # Compiled code is specialised by the arrays' flags too: those of messages cannot be written to.
+        slots, counts = slots.copy(), counts.copy()
+        total = int(counts.sum())
+        if total > self._capacity:
+            self._grow(total)
+        if len(slots) + total > len(self._buffers["segments"]):
+            self._buffers["segments"] = np.zeros((2 * (len(slots) + total), 4), np.int64)
+        rows = self._room_for_logits(len(wanted))
+        step = self._step
+        token_ids, segments = self._buffers["token_ids"], self._buffers["segments"]
+        k.plan_step(slots, counts, computed, ids, tables, token_ids, segments, step, self._sizes)
+        step[k.NUM_WANTED] = len(wanted)
+        step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
+        step[k.WANTED] = wanted.ctypes.data
+        step[k.LOGITS], step[k.LD_LOGITS] = rows.ctypes.data, rows.shape[1]
+        k.run_step(self._team.header, *self._fixed)
+        return rows[: len(wanted), : self._shape.vocab_size]
+
+    def set_windows(self, windows: list[int]) -> None:
+        """Other sliding windows, for a check that must see them at work."""
+        self._windows = windows
+        self._make_operations()
+
+    def record_times(self) -> None:
+        """From now on, keep the time stamps of each step's operations."""
+        self._stamps = np.zeros(len(self._operations) + 1, np.int64)
+        self._step[k.STAMPS] = self._stamps.ctypes.data
+
+    def operation_times(self) -> list[tuple[str, int, int]]:
+        """(kind, index of the operation, clock ticks) of the last step. Needs ``record_times``."""
+        if self._stamps is None:
+            raise RuntimeError("record_times was not called")
+        ticks = np.diff(self._stamps).tolist()
+        kinds = [k.KIND_NAMES[kind] for kind in self._operations[:, k.KIND]]
+        return [(kind, index, tick) for index, (kind, tick) in enumerate(zip(kinds, ticks, strict=True))]
+
+    @property
+    def _heads_are_groups(self) -> bool:
+        """Whether a head's outputs can be quantised as soon as they are computed."""
+        return self._shape.head_dim % INT8_GROUP == 0
+
+    def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
+        if rows > len(self._logits):
+            columns = row_stride(padded(self._shape.vocab_size), 4)
+            self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
+        return self._logits
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for steps of so many tokens."""
+        shape = self._shape
+        intermediate = shape.hidden, padded(shape.intermediate)
+        attention = shape.heads * shape.head_dim
+        self._capacity = tokens = max(tokens, 16)
+        buffers: dict[str, NDArray[Any]] = {
+            "token_ids": np.zeros(tokens, np.int32),
+            "segments": np.zeros((2 * tokens + 16, 4), np.int64),
+            "queries": aligned_zeros((attention * tokens,), np.uint16),
+            "x": aligned_zeros((tokens, row_stride(shape.hidden, 4)), np.float32),
+            "qkv": aligned_zeros((tokens, row_stride(shape.qkv_columns, 4)), np.float32),
+        }
+        for name, size in (("normed", intermediate[0]), ("attended", attention), ("activated", intermediate[1])):
+            if self._int8:
+                groups = -(-size // INT8_GROUP)
+                buffers[name] = aligned_zeros((tokens, row_stride(groups * INT8_GROUP, 1)), np.uint8)
+                buffers[name + " scales"] = aligned_zeros((tokens, row_stride(groups, 4)), np.float32)
+                if name != "normed":
+                    buffers[name + " float"] = aligned_zeros((tokens, row_stride(size, 4)), np.float32)
+            else:
+                buffers[name] = aligned_zeros((tokens, row_stride(size + 7, 2)), np.uint16)
+        self._buffers = buffers
+        self._sizes[k.LD_QUERIES] = tokens
+        self._make_operations()
+
+    def _make_operations(self) -> None:
+        self._operations[:] = 0
+        weights, buffers = self._weights, self._buffers
+        maker = _Operations(self._operations, buffers, self._int8)
+        maker.add(k.EMBED, WEIGHT=weights.embedding.ctypes.data, **maker.output("x"))
+        for index, layer in enumerate(weights.layers):
+            self._add_layer(maker, index, layer)
+        maker.add(
+            k.PICK,
+            WEIGHT=weights.norm.ctypes.data,
+            ROWS_OF=k.WANTED_ROWS,
+            K_PAD=weights.head.k_pad,
+            **maker.plain_input("x"),
+            **maker.packed_output("normed"),
+        )
+        maker.add(k.LINEAR, GROUP=HEAD_GROUP, ROWS_OF=k.WANTED_ROWS, **maker.layer(weights.head, "normed"))
+        assert maker.count == len(self._operations)
+
+    def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:
+        shape = self._shape
+        keys, values = self._pages[index]
+        maker.add(
+            k.NORM,
+            WEIGHT=layer.input_norm.ctypes.data,
+            K_PAD=layer.qkv.k_pad,
+            **maker.plain_input("x"),
+            **maker.packed_output("normed"),
+        )
+        maker.add(k.LINEAR, GROUP=1, **maker.layer(layer.qkv, "normed"), **maker.output("qkv"))
+        attention = {
+            "KEYS": keys,
+            "VALUES": values,
+            "WINDOW": self._windows[index],
+            "Q_NORM": 0 if layer.q_norm is None else layer.q_norm.ctypes.data,
+            "K_NORM": 0 if layer.k_norm is None else layer.k_norm.ctypes.data,
+            "QUERIES": self._buffers["queries"].ctypes.data,
+            **maker.plain_input("qkv"),
+        }
+        maker.add(k.ROTATE, **attention)
+        if self._int8 and not self._heads_are_groups:
+            maker.add(k.ATTEND, FORMAT=k.FLOAT32, **attention, **maker.output("attended float"))
+            maker.add_quantise("attended", shape.heads * shape.head_dim, layer.output.k_pad)
+        else:
+            maker.add(k.ATTEND, **attention, **maker.packed_output("attended"))
+        maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.output, "attended"), **maker.output("x"))
+        maker.add(
+            k.NORM,
+            WEIGHT=layer.mlp_norm.ctypes.data,
+            K_PAD=layer.gate_up.k_pad,
+            **maker.plain_input("x"),
+            **maker.packed_output("normed"),
+        )
+        activated = "activated float" if self._int8 else "activated"
+        maker.add(k.GATE_UP, GROUP=2, **maker.layer(layer.gate_up, "normed"), **maker.output(activated))
+        if self._int8:
+            maker.add_quantise("activated", shape.intermediate, layer.down.k_pad)
+        maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.down, "activated"), **maker.output("x"))
+
+
+class _Operations:
+    """Fills the table of operations row by row."""
+
+    def __init__(self, table: NDArray[np.int64], buffers: dict[str, NDArray[Any]], int8: bool) -> None:
+        self._table, self._buffers, self._int8 = table, buffers, int8
+        self.count = 0
+
+    def add(self, kind: int, **fields: int) -> None:
+        """One operation; fields by the names of their columns."""
+        row = self._table[self.count]
+        row[k.KIND] = kind
+        for name, value in fields.items():
+            row[getattr(k, name)] = value
+        self.count += 1
+
+    def plain_input(self, name: str) -> dict[str, int]:
+        """A float32 buffer to read."""
+        buffer = self._buffers[name]
+        return {"INPUT": buffer.ctypes.data, "LD_INPUT": buffer.shape[1]}
+
+    def output(self, name: str) -> dict[str, int]:
+        """A buffer to write."""
+        buffer = self._buffers[name]
+        return {"OUTPUT": buffer.ctypes.data, "LD_OUTPUT": buffer.shape[1]}
+
+    def packed_output(self, name: str) -> dict[str, int]:
+        """A buffer that a linear layer reads: bfloat16, or int8 with scales."""
+        fields = self.output(name)
+        if self._int8:
+            scales = self._buffers[name + " scales"]
+            fields |= {"FORMAT": k.INT8, "SCALES": scales.ctypes.data, "LD_SCALES": scales.shape[1]}
+        return fields
+
+    def layer(self, linear: Linear, name: str) -> dict[str, int]:
+        """A linear layer and its input."""
+        fields = self.plain_input(name)
+        fields |= {
+            "WEIGHT": linear.weight.ctypes.data,
+            "BIAS": linear.bias.ctypes.data,
+            "K_PAD": linear.k_pad,
+            "COLUMNS": linear.n,
+            "PANELS": padded(linear.n) // PANEL,
+        }
+        if linear.scales is not None and linear.corrections is not None:
+            scales = self._buffers[name + " scales"]
+            fields |= {
+                "FORMAT": k.INT8,
+                "SCALES": scales.ctypes.data,
+                "LD_SCALES": scales.shape[1],
+                "WEIGHT_SCALES": linear.scales.ctypes.data,
+                "CORRECTIONS": linear.corrections.ctypes.data,
+            }
+        return fields
+
+    def add_quantise(self, name: str, columns: int, k_pad: int) -> None:
+        """From the float32 buffer of ``name`` to the one that the next layer reads."""
+        self.add(
+            k.QUANTISE, COLUMNS=columns, K_PAD=k_pad, **self.plain_input(name + " float"), **self.packed_output(name)
+        )

@@ -1,0 +1,224 @@
+"""The fast path on CPUs: the Llama family, the same bits in any company, and who is left to the general path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import SERVED, make_checkpoint
+from engine_core import default_model
+from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
+from reference import plain_model
+from step_planner import Job, StepPlanner
+
+from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.engine import fast_startup, self_check
+from ringserve.engine.fast_startup import FastModel
+from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
+from ringserve.engine.model_loader import LoadedModel, load_model
+from ringserve.engine.tokenizer_loader import load_tokenizer
+from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
+
+# The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
+LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
+VOCABULARY = 211
+NUM_PAGES = 400
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fast")
+
+
+@pytest.fixture(scope="module")
+def qwen3(directory: Path) -> LoadedModel:
+    """Grouped heads, norms of queries and keys."""
+    return load_small(directory, "qwen3")
+
+
+@contextmanager
+def bench_of(model: FastModel, page_size: int = 16, num_threads: int = 1) -> Iterator[FastBench]:
+    bench = make_fast_bench(model, page_size=page_size, num_pages=NUM_PAGES, num_threads=num_threads)
+    try:
+        yield bench
+    finally:
+        bench.runner.close()
+
+
+def run(bench: FastBench, jobs: list[Job], budget: int = 512) -> None:
+    StepPlanner(bench.runner, NUM_PAGES, bench.pool.page_size, 64, budget).run(jobs)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+    return ids
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> None:
+    """``prepare`` compares them; here it must take the model, and be able to tell a difference."""
+    loaded = load_small(directory, name)
+    for quantization in ("none", "int8"):
+        model = prepare(loaded, quantization, level)
+        assert model.weights.shape == decoder_shape(loaded.model)
+        damaged = next(layer.self_attn.k_proj for layer in loaded.model.model.layers)  # type: ignore[union-attr]
+        kept = damaged.weight.detach().clone()
+        with pytest.MonkeyPatch.context() as patch:
+            check = self_check.check_other_path
+
+            def turned(*args: Any, weight: Any = damaged.weight, check: Any = check) -> None:
+                weight.data.copy_(weight.data.roll(1, 0))  # after packing: another model than the one that was packed
+                check(*args)
+
+            patch.setattr(fast_startup, "check_other_path", turned)
+            with pytest.raises(NotApplicableError, match="its logits differ"):
+                prepare(loaded, quantization, level)
+        damaged.weight.data.copy_(kept)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_logits_are_independent_of_company_chunks_and_threads(
+    qwen3: LoadedModel, quantization: str, level: Any
+) -> None:
+    """Bit for bit: alone, with 1, 7 and 31 others, in chunks of any size, with two threads, after preemption."""
+    model = prepare(qwen3, quantization, level)
+    probe, new_tokens = prompt_of(75, 3), 6
+    with bench_of(model) as bench:
+        run(bench, [job := Job(probe, new_tokens)])
+        expected = np.stack(bench.sampler.seen[job.slot])
+    assert np.isfinite(expected).all()
+
+    def check(companions: int, budget: int, page_size: int, num_threads: int) -> None:
+        others = [Job(prompt_of(3 + 5 * i, 10 + i), 2 + i % 5, arrives=i % 4) for i in range(companions)]
+        with bench_of(model, page_size, num_threads) as bench:
+            run(bench, [*others, among := Job(probe, new_tokens, arrives=1)], budget)
+            got = np.stack(bench.sampler.seen[among.slot][-new_tokens:])
+        assert among.tokens == job.tokens
+        assert np.array_equal(got, expected)
+
+    for companions, budget, num_threads in ((0, 7, 1), (1, 32, 2), (7, 64, 1), (31, 50, 2), (31, 512, 1), (0, 512, 2)):
+        check(companions, budget, 16, num_threads)
+
+    for done in (1, 4):
+        again = Job(probe, new_tokens, generated_before=job.tokens[:done])
+        with bench_of(model, num_threads=2) as bench:
+            run(bench, [Job(prompt_of(30, 4), 9), again], 40)
+            got = np.stack(bench.sampler.seen[again.slot])
+        assert again.tokens == job.tokens[done:]
+        assert np.array_equal(got, expected[done:])
+
+
+def test_windows_are_those_of_the_model(directory: Path) -> None:
+    assert layer_windows(load_small(directory, "mistral-window").model) == [9, 9, 9]
+    assert layer_windows(load_small(directory, "qwen2-sliding").model) == [0, 8, 8]
+    assert layer_windows(load_small(directory, "llama").model) == [0, 0, 0]
+
+
+def test_a_window_beyond_the_checks_sequences_is_served(directory: Path) -> None:
+    """A long run through a sliding window, against the model's own eager pass."""
+    loaded = load_small(directory, "mistral-window")
+    model = prepare(loaded)
+    prompt = prompt_of(90, 5)
+    with bench_of(model) as bench:
+        run(bench, [job := Job(prompt, 5)], 33)
+        got = np.stack(bench.sampler.seen[job.slot])
+    causal: Any = loaded.model
+    causal.float()
+    causal.config._attn_implementation = "eager"
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *job.tokens[:-1]]])
+        expected = causal(ids, use_cache=False).logits[0, len(prompt) - 1 :].numpy()
+    assert np.sqrt(np.square(got - expected).mean()) < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {"head_dim": 24}, "head dimension 24"),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ("phi3", {}, "Phi3ForCausalLM is not one of"),
+        ("gemma2", {}, "Gemma2ForCausalLM is not one of"),
+    ],
+)
+def test_unknown_models_are_left_to_the_general_path(
+    tmp_path: Path, name: str, changes: dict[str, Any], reason: str
+) -> None:
+    kind, arguments = SERVED[name]
+    path = make_checkpoint(tmp_path / name, kind, {**arguments, **changes})
+    loaded = load_model(ModelSource(str(path), "directory", name), "bfloat16", lambda stage, fraction: None)
+    with pytest.raises(NotApplicableError, match=reason):
+        decoder_shape(loaded.model)
+
+
+def test_modules_that_were_exchanged_are_not_computed(directory: Path) -> None:
+    """The classes' names do not count, their parts do."""
+    loaded = load_small(directory, "llama")
+    layer = loaded.model.model.layers[1]  # type: ignore[union-attr,index]
+
+    class Adapted(torch.nn.Linear):
+        """A layer that does more than a product."""
+
+    layer.mlp.down_proj = Adapted(112, 64, bias=False)  # type: ignore[union-attr]
+    with pytest.raises(NotApplicableError, match="linear layers"):
+        decoder_shape(loaded.model)
+
+
+@pytest.mark.slow
+def test_the_default_models_distribution_stays() -> None:
+    """512 tokens against float32, as in ``test_int8_linear``: a licence, and a piece of it twice."""
+    source = default_model()
+    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
+    licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    ids = tokenizer.encode(licence, add_special_tokens=False).ids
+    texts = [ids[:512], ids[40:296] * 2]
+    plain: Any = plain_model(source).eval()
+    with torch.inference_mode():
+        expected = [plain(torch.tensor([text])).logits[0].double().log_softmax(-1).numpy() for text in texts]
+    loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
+    for quantization, most, agreement in (("none", 0.0005, 0.99), ("int8", 0.01, 0.975)):
+        with bench_of(prepare(loaded, quantization), 64) as bench:
+            found = [_log_probabilities(bench, text) for text in texts]
+        for exact, got in zip(expected, found, strict=True):
+            assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= most
+        assert (expected[1].argmax(axis=1) == found[1].argmax(axis=1)).mean() >= agreement
+
+
+def _log_probabilities(bench: FastBench, text: list[int]) -> Any:
+    """[tokens, vocabulary], computed in two chunks."""
+    ids, tables = np.array([text], np.int32), np.arange(1, 17, dtype=np.int32)[None].copy()
+    half = len(text) // 2
+    logits = [
+        bench.decoder.forward(
+            np.zeros(1, np.int32),
+            np.array([half], np.int32),
+            np.array([start], np.int64),
+            ids,
+            tables,
+            np.arange(half, dtype=np.int32),
+        ).astype(np.float64)
+        for start in (0, half)
+    ]
+    return torch.from_numpy(np.concatenate(logits)).log_softmax(-1).numpy()
+
+
+def test_float32_and_small_pages_are_left_to_the_general_path(directory: Path) -> None:
+    path = make_checkpoint(directory / "float32", *FAMILY["llama"])
+    loaded = load_model(ModelSource(str(path), "directory", "llama"), "float32", lambda stage, fraction: None)
+    with pytest.raises(NotApplicableError, match="not in float32"):
+        prepare(loaded)
+    loaded = load_small(directory, "llama")
+    with pytest.raises(NotApplicableError, match="at least 16 tokens"):
+        fast_startup.prepare_fast(loaded, "none", 8, 64, 1 << 40, lambda stage, fraction: None)

@@ -1,0 +1,112 @@
+"""Linear layers of the kernels' two forms, packed and called as compiled code calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringserve.kernels.cpu import linear_bf16, linear_int8
+from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.features import Level
+from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block, pack_bf16, padded, to_bf16
+from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, quantize_weight
+from ringserve.kernels.cpu.linear_reference import from_bf16, int8_reference, linear_reference
+from ringserve.kernels.cpu.quantize import GROUP, quantize_rows, scale_and_zero
+
+Matrix = NDArray[np.float32]
+
+FILLER = 7.5
+"""What outputs hold before: nothing beyond the layer's columns may change it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A random layer; ``compute`` gives ``[m, n]`` of a range of panels, ``reference`` the whole in float64."""
+
+    level: Level
+    n: int
+    k: int
+    int8: bool
+    seed: int = 0
+
+    def weight(self) -> Matrix:
+        weight = np.random.default_rng([self.n, self.k, self.seed]).standard_normal((self.n, self.k)) * 0.1
+        return weight.astype(np.float32)
+
+    def bias(self) -> Matrix:
+        return np.random.default_rng(self.n).standard_normal(self.n).astype(np.float32)
+
+    @property
+    def panels(self) -> int:
+        return padded(self.n) // PANEL
+
+    @cached_property
+    def _bf16(self) -> NDArray[np.uint16]:
+        return pack_bf16(to_bf16(self.weight()))
+
+    @cached_property
+    def _int8(self) -> tuple[tuple[NDArray[np.int8], NDArray[np.int16]], Matrix]:
+        weight, scale = quantize_weight(self.weight())
+        return pack_int8(weight), scale
+
+    def inputs(self, m: int) -> Matrix:
+        x = np.random.default_rng([m, self.seed]).standard_normal((m, self.k)) * 2
+        return from_bf16(to_bf16(x.astype(np.float32)))
+
+    def compute(
+        self, x: Matrix, panels: tuple[int, int] | None = None, out: Matrix | None = None, accumulate: bool = False
+    ) -> Matrix:
+        """Writes into ``out`` (three columns wider than n) and returns it."""
+        m = len(x)
+        if out is None:
+            out = np.full((m, self.n + 3), FILLER, np.float32)
+        first, last = panels or (0, self.panels)
+        bias: Matrix = aligned_zeros((padded(self.n),), np.float32)
+        bias[: self.n] = self.bias()
+        target = (out.ctypes.data, out.shape[1], m, self.n, first, last, int(accumulate))
+        if self.int8:
+            self._compute_int8(x, bias, target)
+        else:
+            packed = self._bf16
+            k_pad = linear_bf16.padded_k(self.k)
+            rows: NDArray[np.uint16] = aligned_zeros((m, k_pad), np.uint16)
+            rows[:, : self.k] = to_bf16(x)
+            bf16_block(self.level, packed.ctypes.data, bias.ctypes.data, rows.ctypes.data, k_pad, k_pad, *target)
+        return out
+
+    def _compute_int8(self, x: Matrix, bias: Matrix, target: tuple[int, int, int, int, int, int, int]) -> None:
+        m, k_pad = len(x), linear_int8.padded_k(self.k)
+        (packed, corrections), scale = self._int8
+        scales: Matrix = aligned_zeros((padded(self.n),), np.float32)
+        scales[: self.n] = scale
+        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
+        x = np.ascontiguousarray(x)
+        quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
+        int8_block(
+            self.level,
+            packed.ctypes.data,
+            corrections.ctypes.data,
+            scales.ctypes.data,
+            bias.ctypes.data,
+            q.ctypes.data,
+            k_pad,
+            xscale.ctypes.data,
+            k_pad // GROUP,
+            k_pad,
+            *target,
+        )
+
+    def reference(self, x: Matrix) -> NDArray[np.float64]:
+        if not self.int8:
+            return linear_reference(x, from_bf16(to_bf16(self.weight())), self.bias())
+        weight, scale = quantize_weight(self.weight())
+        m, k_pad = len(x), linear_int8.padded_k(self.k)
+        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
+        x = np.ascontiguousarray(x)
+        quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
+        steps, zero = scale_and_zero(xscale)
+        values = q.astype(np.int64) - np.repeat(zero, GROUP, axis=1)
+        return int8_reference(values[:, : self.k], steps, weight, scale, self.bias())
