@@ -178,7 +178,7 @@ class Engine:
         if os.getpid() != self._pid:
             raise EngineError("an LLM cannot be used in a process that was forked from the one that made it")
         if self._end_reason is not None:
-            raise type(self._end_reason)(*self._end_reason.args)
+            raise type(self._end_reason)(*self._end_reason.args) from None  # not the stumble over what is closed
 
     def _feed(self, job: Job) -> None:
         sender = self._mailbox.senders[TOKENIZER]

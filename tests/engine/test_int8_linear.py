@@ -92,7 +92,7 @@ def test_the_default_models_distribution_stays() -> None:
     """512 tokens against float32: a licence, and a piece of it twice, which the model knows the second time.
 
     How often the best token stays the same depends on how sure the model is: on the licence alone (perplexity 16) it is
-    95 %, on the repeated piece (perplexity 5) 98 %. So this guards what was reached; other texts are in docs/benchmarks.md.
+    95 %, on the repeated piece (perplexity 5) 98 %. So this guards what was reached; docs/benchmarks.md has others.
     """
     source = default_model()
     model = plain_model(source).eval()

@@ -6,26 +6,14 @@ import multiprocessing
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from weight_arrays import example_arrays, store_often
 
 from ringserve.engine.weight_cache import WeightCache, source_identity
-
-
-def _arrays(seed: int = 0) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(seed)
-    return {
-        "layers.0.weight": rng.integers(0, 2**16, (3, 5, 48, 2), dtype=np.uint16),
-        "layers.0.scales": rng.standard_normal(77).astype(np.float32),
-        "nothing": np.empty((0, 4), np.int8),
-        "large": rng.integers(-127, 128, (700, 4000), dtype=np.int8),
-        "transposed": rng.standard_normal((6, 7)).T,
-    }
 
 
 def _entry(directory: Path) -> Path:
@@ -36,11 +24,11 @@ def _entry(directory: Path) -> Path:
 def test_what_was_stored_is_loaded(tmp_path: Path) -> None:
     cache = WeightCache(tmp_path / "below" / "weights")
     assert cache.load("model a") is None
-    assert cache.store("model a", _arrays())
+    assert cache.store("model a", example_arrays())
     loaded = WeightCache(tmp_path / "below" / "weights").load("model a")
     assert loaded is not None
-    assert list(loaded) == list(_arrays())
-    for name, array in _arrays().items():
+    assert list(loaded) == list(example_arrays())
+    for name, array in example_arrays().items():
         assert loaded[name].dtype == array.dtype
         np.testing.assert_array_equal(loaded[name], array)
         assert loaded[name].ctypes.data % 64 == 0
@@ -82,7 +70,7 @@ def test_no_changed_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory
 
 def test_another_version_is_absent(tmp_path: Path) -> None:
     cache = WeightCache(tmp_path)
-    cache.store("key", _arrays())
+    cache.store("key", example_arrays())
     content = bytearray(_entry(tmp_path).read_bytes())
     content[8:12] = struct.pack("<I", 2)
     _entry(tmp_path).write_bytes(content)
@@ -91,11 +79,11 @@ def test_another_version_is_absent(tmp_path: Path) -> None:
 
 def test_an_entry_of_another_key_is_absent(tmp_path: Path) -> None:
     cache = WeightCache(tmp_path)
-    cache.store("key", _arrays())
+    cache.store("key", example_arrays())
     first = _entry(tmp_path)
     content = first.read_bytes()
     first.unlink()
-    cache.store("other", _arrays(1))
+    cache.store("other", example_arrays(1))
     _entry(tmp_path).write_bytes(content)
     assert cache.load("other") is None
 
@@ -121,7 +109,7 @@ def test_what_dead_starts_left_is_removed(tmp_path: Path) -> None:
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (1000, 1000))
-    WeightCache(tmp_path).store("key", _arrays())
+    WeightCache(tmp_path).store("key", example_arrays())
     assert not old.exists()
     assert new.exists()
 
@@ -129,22 +117,13 @@ def test_what_dead_starts_left_is_removed(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = WeightCache(tmp_path / "file" / "weights")
-    assert not cache.store("key", _arrays())
+    assert not cache.store("key", example_arrays())
     assert cache.load("key") is None
-
-
-def _store_often(directory: Path, seed: int) -> None:
-    cache = WeightCache(directory)
-    for _ in range(10):
-        assert cache.store("key", _arrays(seed))
-        loaded = cache.load("key")
-        assert loaded is not None
-        assert any(all((loaded[name] == array).all() for name, array in _arrays(i).items()) for i in range(3))
 
 
 def test_concurrent_starts(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_store_often, args=(tmp_path, seed)) for seed in range(3)]
+    processes = [spawn.Process(target=store_often, args=(tmp_path, seed)) for seed in range(3)]
     for process in processes:
         process.start()
     for process in processes:

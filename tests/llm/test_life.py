@@ -252,7 +252,9 @@ def test_options_are_checked(options: dict[str, object], error: type[Exception],
 
 def test_every_option_that_means_something_to_the_engine_is_offered() -> None:
     of_serving = {"served_model_name", "scheduling_policy", "priority_aging", "tenant_weights"}
-    of_serving |= {"input_token_price", "output_token_price"}
+    of_serving |= {"input_token_price", "output_token_price", "max_num_queued_tokens", "max_num_queued_per_tenant"}
+    of_serving |= {"queue_timeout", "max_predicted_wait", "overload_status", "default_deadline", "target_itl_ms"}
+    of_serving |= {"session_ttl", "session_pool_share"}
     groups = (ModelConfig, ExecutorConfig, SchedulerConfig, TransportConfig, LoggingConfig)
     names = {name for group in groups for name in group.__struct_fields__}
     assert names - of_serving <= set(inspect.signature(LLM).parameters)
