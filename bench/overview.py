@@ -1,23 +1,24 @@
-"""One picture of kept results: ringserve, another server and plain transformers, output tokens/s by requests at once.
+"""One picture of kept results: ringserve, other servers and plain transformers, output tokens/s by requests at once.
 
-    python -P -m ringserve.bench.overview bench/results/compare-llamacpp.json bench/results/decode-2-threads.json \
-        bench/results/overview.svg
+    python -P -m ringserve.bench.overview bench/results/overview.svg bench/results/decode-2-threads.json \
+        bench/results/compare-bf16-1.json bench/results/compare-bf16-8.json bench/results/compare-bf16-32.json
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def main(compared: Path, decoded: Path, picture: Path) -> int:
-    """Draw ``picture`` from a result of ``bench compare`` and one of ``bench.decode``."""
+def main(picture: Path, decoded: Path, compared: Sequence[Path]) -> int:
+    """Draw ``picture`` from a result of ``bench.decode`` and some of ``bench compare``, each at points of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not always installed
     from matplotlib.figure import Figure
 
     rates: dict[str, dict[int, float]] = {}
-    for entry in json.loads(compared.read_text())["summary"]:
+    for entry in (entry for path in compared for entry in json.loads(path.read_text())["summary"]):
         rates.setdefault(entry["server"], {})[entry["point"]["concurrency"]] = entry["medians"]["output_tokens_per_s"]
     plain = json.loads(decoded.read_text())["medians"]["transformers"]
     points = sorted({point for series in rates.values() for point in series})
@@ -42,4 +43,4 @@ def main(compared: Path, decoded: Path, picture: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:4])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), [Path(path) for path in sys.argv[3:]]))
