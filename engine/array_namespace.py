@@ -73,10 +73,7 @@ class NumpyNamespace:
     def allocate(self, num_elements: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         num_bytes = num_elements * dtype.itemsize
         if num_bytes >= LARGE_PAGE:  # in large pages: attention walks through it page by page
-            try:
-                return aligned_zeros((num_elements,), dtype)
-            except OSError as error:
-                raise MemoryError(f"no {num_bytes} bytes of memory") from error
+            return aligned_zeros((num_elements,), dtype)
         raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         return raw[offset : offset + num_bytes].view(dtype)

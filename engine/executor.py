@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import ExecutorSettings
+from ringserve.engine.processors import usable_processors
 from ringserve.messages import LoadProgress, Progress, SchedulerOutput, Started, StartFailed
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Executor:
         """Load, check and warm up; on a model that cannot be served, tell the supervisor why and exit."""
         started = time.monotonic()
         self._progress("starting", 0.0)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_processors()
         threads = self._settings.config.threads or max(1, cores - 1)
         os.environ.update(THREAD_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
         from ringserve.engine.executor_startup import build_engine, set_threads

@@ -113,9 +113,9 @@ def set_threads(threads: int) -> None:
 
 def check_threads(threads: int) -> None:
     """Threads that wait for one another's time slices are slower than none: a start would not come to its end."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))  # a container or taskset may leave few of the machine's
     if threads > cores:
-        raise ModelError(f"--threads {threads} is more than the {cores} processors of this machine; leave it out")
+        raise ModelError(f"--threads {threads} is more than the {cores} processors that it may use; leave it out")
 
 
 def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -178,7 +178,14 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     packed = 0
     forward: Forward
     if fast is not None:
-        forward = FastForward(fast.decoder(pool, fast_threads, max_num_batched_tokens))
+        # No step has more tokens than all sequences together.
+        step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
+        try:
+            forward = FastForward(fast.decoder(pool, fast_threads, step_tokens))
+        except MemoryError as error:
+            raise ModelError(
+                f"steps of {step_tokens} tokens do not fit into the memory; set a smaller --max-num-batched-tokens"
+            ) from error
     else:
         # After the check, which needs the plain weights.
         if config.quantization == "int8":
@@ -223,7 +230,11 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
 def _packer(settings: ExecutorSettings, dtype: str) -> Packer:
     path = Path(settings.source.path)
     wanted = settings.config.model_impl != "transformers" and dtype == "bfloat16" and path.exists()
-    return Packer(settings.config.quantization, path if wanted else None, WeightCache(user_cache() / "weights"))
+    try:
+        cache = WeightCache(user_cache() / "weights") if wanted else None
+    except ModelError:  # no home directory: packed at every start
+        cache = None
+    return Packer(settings.config.quantization, path, cache)
 
 
 def _fast_model(

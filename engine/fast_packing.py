@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,12 @@ class Packer:
     def __init__(self, quantization: str, source: Path | None, cache: WeightCache | None) -> None:
         self._pack = pack_int8 if quantization == "int8" else pack_bfloat16
         self._arena = Arena()  # layers smaller than a large page share them
-        self._cache = cache if source is not None else None
-        self._key = json.dumps([source_identity(source), quantization, LAYOUT]) if source is not None else ""
+        self._cache: WeightCache | None = None
+        self._key = ""
+        if cache is not None and source is not None:
+            with contextlib.suppress(OSError):  # a link to nothing, a file that may not be looked at: nothing is kept
+                self._key = json.dumps([source_identity(source), quantization, LAYOUT])
+                self._cache = cache
         self._kept: dict[str, NDArray[Any]] | None = self._cache.load(self._key) if self._cache is not None else None
         self._made: dict[str, NDArray[Any]] = {}
 

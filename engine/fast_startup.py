@@ -24,6 +24,7 @@ from ringserve.engine.self_check import check_other_path
 from ringserve.kernels.cpu import decoder as kernels
 from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.features import Level, host_level
+from ringserve.kernels.cpu.team import FUTEX
 
 Progress = Callable[[str, float], None]
 
@@ -33,10 +34,11 @@ READING = "reading packed weights"
 COMPILING = "compiling the CPU kernels (once)"
 CHECKING = "checking the model"
 
-CHECK_LENGTHS = (40, 21)
+CHECK_LENGTHS = (41, 22)
 """Tokens of the check's sequences, over several pages and segments."""
-CHECK_STEPS = (((0, 19), (0, 20)), ((19, 40), (20, 21)))
-"""What each step computes of the two: chunks packed; a later chunk beside a decode."""
+CHECK_STEPS = (((0, 19), (0, 20)), ((19, 40), (20, 21)), ((40, 41), (21, 22)))
+"""What each step computes of the two: chunks packed; a later chunk beside a decode; decodes alone, which take another
+way through the operations."""
 CHECK_PAGE_SIZE = 16
 TOLERANCE = {"none": 0.03, "int8": 0.1}
 """Root mean square of the differences of logits, as a part of the logits' spread; a wrong mask or rotation gives one
@@ -81,13 +83,15 @@ def prepare_fast(
         raise NotApplicableError(f"it computes in bfloat16, not in {loaded.dtype}")
     if page_size < CHECK_PAGE_SIZE:
         raise NotApplicableError(f"its pages have at least {CHECK_PAGE_SIZE} tokens, not {page_size}")
+    if FUTEX < 0:
+        raise NotApplicableError("its threads wait by a system call that is not known for this machine")
     level = host_level() if level is None else level
     shape = decoder_shape(loaded.model)
     pack = packer() if packer is not None else Packer(quantization, None, None)
     stage = READING if pack.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
-    weights = decoder_weights(loaded.model, shape, pack, max_model_len, lambda part: progress(stage, round(part, 1)))
-    pack.keep()
+    positions = max(max_model_len, *CHECK_LENGTHS)  # compiled code looks them up without a check
+    weights = decoder_weights(loaded.model, shape, pack, positions, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level)
     if not is_compiled():
@@ -107,6 +111,7 @@ def prepare_fast(
         )
     except ModelError as error:
         raise NotApplicableError(str(error)) from error
+    pack.keep()  # not what did not pass
     progress(CHECKING, 1.0)
     return model
 

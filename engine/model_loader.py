@@ -229,9 +229,12 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
 
 
 def user_cache() -> Path:
-    """The XDG base directory specification's cache directory, for us."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "ringserve"
+    """The XDG base directory specification's cache directory, for us. Raises ModelError for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "ringserve"
+    except RuntimeError as error:  # a user id that the system does not know, as containers have them
+        raise ModelError("there is no home directory to keep files in; set HOME or XDG_CACHE_HOME") from error
 
 
 @contextlib.contextmanager

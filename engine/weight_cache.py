@@ -63,9 +63,10 @@ class WeightCache:
         try:
             with path.open("rb", buffering=0) as file:
                 arrays = _read(file, key)
-            os.utime(path)  # it was used
-        except (OSError, ValueError):
+        except (OSError, ValueError, MemoryError):
             return None
+        with contextlib.suppress(OSError):  # it was used; somebody else's file, or a read-only one, serves as well
+            os.utime(path)
         return arrays
 
     def store(self, key: str, arrays: Arrays) -> bool:
@@ -84,7 +85,8 @@ class WeightCache:
                 with contextlib.suppress(OSError):
                     partial.unlink()
             return False
-        self._clean(self._path(key))
+        with contextlib.suppress(OSError):
+            self._clean(self._path(key))
         return True
 
     def _path(self, key: str) -> Path:
@@ -116,7 +118,8 @@ def source_identity(path: Path) -> str:
     files, links followed. Raises OSError."""
     path.stat()
     files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
-    states = [(str(file.resolve()), file.stat()) for file in files]
+    # A link to nothing holds no weights: transformers reads the files that the index names.
+    states = [(str(file.resolve()), file.stat()) for file in files if file.exists()]
     return json.dumps([[name, state.st_size, state.st_mtime_ns] for name, state in states])
 
 

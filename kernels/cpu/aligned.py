@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,16 @@ Zeros = Callable[[tuple[int, ...], Any], NDArray[Any]]
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros, C order, the first element at a multiple of 64 bytes. Memory is touched only when written."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    """Zeros, C order, the first element at a multiple of 64 bytes. Memory is touched only when written.
+
+    Raises MemoryError where the machine has not that much.
+    """
+    size = prod(shape) * np.dtype(dtype).itemsize
     if size >= LARGE_PAGE:
-        area = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            area = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"no {size} bytes of memory") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without them
                 area.madvise(mmap.MADV_HUGEPAGE)
@@ -48,7 +55,7 @@ class Arena:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """See ``Zeros``."""
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        size = prod(shape) * np.dtype(dtype).itemsize
         if size > CHUNK // 4:
             return aligned_zeros(shape, dtype)
         room = -(-size // CACHE_LINE) * CACHE_LINE

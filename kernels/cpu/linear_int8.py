@@ -68,6 +68,8 @@ def padded_k(k: int) -> int:
 def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """int8 ``[n, k]`` and one scale for each row ``[n]``: ``weight ~ q * scale``, |q| <= 127."""
     scale = np.abs(weight).max(axis=1, initial=0.0).astype(np.float32) / np.float32(127)
+    # Rows so small that the inverse would be infinite count as zeros.
+    scale[scale < np.finfo(np.float32).tiny] = 0.0
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     return np.rint(weight * inverse[:, None]).astype(np.int8), scale
 

@@ -21,6 +21,8 @@ from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
 from ringserve.engine.fast_startup import COMPILING
+from ringserve.engine.model_error import ModelError
+from ringserve.engine.model_loader import user_cache
 from ringserve.messages import (
     ExecutorReady,
     LoadProgress,
@@ -139,10 +141,54 @@ def test_what_cannot_start_says_why_and_exits(llama: Path, tmp_path: Path) -> No
     assert "does not exist" in failure(tmp_path / "missing")
     assert "at most 256" in failure(llama, max_model_len=257)
     assert "power of two" in failure(llama, block_size=48)
-    assert f"--threads 9999 is more than the {os.cpu_count()} processors" in failure(llama, threads=9999)
+    assert f"--threads 9999 is more than the {len(os.sched_getaffinity(0))} processors" in failure(llama, threads=9999)
     assert "power of two" in failure(llama, block_size=256)
     config_class, arguments, reason = REFUSED["bloom"]
     assert reason in failure(make_checkpoint(tmp_path / "bloom", config_class, arguments))
+
+
+def test_threads_beyond_the_processors_that_are_left(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container, or taskset: what the machine has does not count."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {5})
+    assert "--threads 2 is more than the 1 processors" in failure(llama, threads=2)
+
+
+def test_without_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id that the system does not know, as containers have them: weights are packed at every start."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    path = make_checkpoint(tmp_path / "small", *FAMILY["llama"])
+    for model_impl in ("auto", "transformers"):
+        neighbours = Neighbours()
+        actor = executor(path, neighbours, dtype="bfloat16", block_size=16, model_impl=model_impl)
+        actor.startup()
+        assert isinstance(neighbours.sent[-1], ExecutorReady)
+        actor.shutdown()
+    with pytest.raises(ModelError, match="set HOME or XDG_CACHE_HOME"):
+        user_cache()
+
+
+def test_steps_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer is larger than what all sequences together can fill; one that does not fit is said in one line."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_checkpoint(tmp_path / "small", *FAMILY["llama"])
+    wanted = {"dtype": "bfloat16", "block_size": 16, "max_num_batched_tokens": 1 << 50}
+    neighbours = Neighbours()
+    actor = executor(path, neighbours, **wanted)
+    actor.startup()
+    assert neighbours.sent[-1].max_num_batched_tokens == 1 << 50
+    actor.shutdown()
+
+    def too_large(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("ringserve.engine.executor_startup.FastForward", too_large)
+    assert "--max-num-batched-tokens" in failure(path, **wanted)
 
 
 def test_a_pool_smaller_than_the_longest_sequence(llama: Path) -> None:

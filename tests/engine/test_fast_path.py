@@ -18,10 +18,12 @@ from step_planner import Job, StepPlanner
 
 from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
+from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
+from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
@@ -222,3 +224,35 @@ def test_float32_and_small_pages_are_left_to_the_general_path(directory: Path) -
     loaded = load_small(directory, "llama")
     with pytest.raises(NotApplicableError, match="at least 16 tokens"):
         fast_startup.prepare_fast(loaded, "none", 8, 64, 1 << 40, lambda stage, fraction: None)
+
+
+def test_the_check_reads_no_position_beyond_the_tables(directory: Path) -> None:
+    """Its sequences may be longer than any that will be served."""
+    loaded = load_small(directory, "llama")
+    model = fast_startup.prepare_fast(loaded, "none", 16, 16, 1 << 40, lambda stage, fraction: None)
+    assert len(model.weights.cos) == len(model.weights.sin) == max(fast_startup.CHECK_LENGTHS)
+
+
+def test_weights_that_did_not_pass_the_check_are_not_kept(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_small(directory, "llama")
+    cache = WeightCache(tmp_path / "weights")
+
+    def start() -> None:
+        packer = Packer("none", directory / "llama", cache)
+        fast_startup.prepare_fast(loaded, "none", 16, 64, 1 << 40, lambda stage, fraction: None, packer=lambda: packer)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(fast_startup.TOLERANCE, "none", 0.0)
+        with pytest.raises(NotApplicableError, match="its logits differ"):
+            start()
+    assert not (tmp_path / "weights").exists()
+    start()
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+
+
+def test_a_machine_whose_threads_cannot_wait(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_startup, "FUTEX", -1)
+    with pytest.raises(NotApplicableError, match="system call"):
+        prepare(load_small(directory, "llama"))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_arrays import example_arrays, store_often
 
+from ringserve.engine.fast_packing import Packer
 from ringserve.engine.weight_cache import WeightCache, source_identity
 
 
@@ -145,3 +146,30 @@ def test_identity_changes_with_the_files(tmp_path: Path) -> None:
     assert len({identity, touched, source_identity(model), source_identity(model / "a.safetensors")}) == 4
     with pytest.raises(OSError):
         source_identity(tmp_path / "config.json" / "none")
+
+
+def test_a_link_to_nothing_holds_no_weights(tmp_path: Path) -> None:
+    """Files of a hub snapshot that somebody has removed to save space."""
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    identity = source_identity(tmp_path)
+    (tmp_path / "consolidated.safetensors").symlink_to(tmp_path / "blob")
+    assert source_identity(tmp_path) == identity
+
+
+def test_a_cache_that_cannot_be_touched_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only file system, or another user's file."""
+    cache = WeightCache(tmp_path)
+    cache.store("key", _arrays())
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cache.load("key") is not None
+
+
+def test_a_source_that_cannot_be_looked_at_is_packed_without_a_cache(tmp_path: Path) -> None:
+    packer = Packer("none", tmp_path / "none", WeightCache(tmp_path / "weights"))
+    assert not packer.found
+    packer.keep()
+    assert not (tmp_path / "weights").exists()

@@ -37,3 +37,9 @@ def test_an_arenas_arrays_do_not_overlap() -> None:
     spans = sorted((array.ctypes.data, array.nbytes) for array in arrays)
     near = [next_start - (start + size) < 64 for (start, size), (next_start, _) in pairwise(spans)]
     assert sum(near) > 50
+
+
+@pytest.mark.parametrize("size", [1 << 60, 1 << 70])
+def test_more_than_there_is(size: int) -> None:
+    with pytest.raises(MemoryError, match=str(size)):
+        aligned_zeros((size,), np.uint8)

@@ -76,6 +76,16 @@ def test_weights() -> None:
     assert (np.abs(q).max(axis=1)[np.arange(70) != 5] == 127).all()
 
 
+def test_weights_near_the_smallest_floats() -> None:
+    """Rows of tokens that were never trained: no infinity, no warning, nothing that the product would show."""
+    weight = np.zeros((4, 64), np.float32)
+    weight[:, :3] = np.array([1e-30, 1e-37, 1e-40, 1e-45], np.float32)[:, None]
+    q, scale = quantize_weight(weight)
+    assert q.min() >= -127
+    np.testing.assert_allclose(q * scale[:, None], weight, atol=2e-36)
+    assert (q[0, :3] == 127).all()
+
+
 @pytest.mark.parametrize(("n", "k"), [(48, 64), (100, 77), (1, 1)])
 def test_packed_layouts(n: int, k: int) -> None:
     rng = np.random.default_rng(n)
