@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def test_a_link_to_nothing_holds_no_weights(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_touched_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only file system, or another user's file."""
     cache = WeightCache(tmp_path)
-    cache.store("key", _arrays())
+    cache.store("key", example_arrays())
 
     def refuse(*_: Any) -> None:
         raise PermissionError
