@@ -340,39 +340,25 @@ def test_who_needs_all_pages_takes_them_from_the_only_one_that_runs() -> None:
     engine.check_empty()
 
 
-RELATED = st.tuples(
-    st.integers(1, 150),  # prompt
-    st.sampled_from([0, 32, 64, 150]),  # of it, shared with the others
-    st.integers(1, 60),  # answer
-    st.sampled_from([0, 1, 9]),  # priority
-    st.integers(0, 5),  # steps before it comes
-)
-
-
-@settings(max_examples=250, deadline=None, derandomize=True, database=None)
-@given(
-    load=st.lists(RELATED, min_size=3, max_size=9),
-    num_pages=st.sampled_from([10, 12, 14, 20]),
-    policy=st.sampled_from(["priority", "deadline"]),
-)
-def test_displacing_among_prompts_that_begin_alike(
-    load: list[tuple[int, int, int, int, int]], num_pages: int, policy: str
-) -> None:
-    engine = engine_of({"num_pages": num_pages, "max_num_batched_tokens": 256}, scheduling_policy=policy)
-    requests = []
-    for request_id, (prompt, shared, answer, priority, steps) in enumerate(load, start=1):
-        for _ in range(steps):
+@pytest.mark.parametrize("policy", ["priority", "deadline"])
+@pytest.mark.parametrize("num_pages", [10, 11, 12, 13, 14, 15])
+@pytest.mark.parametrize("num_shared_tokens", [16, 48, 64])
+def test_displacing_one_whose_prompt_begins_alike(policy: str, num_pages: int, num_shared_tokens: int) -> None:
+    """Newcomers of any size, beside one that makes room and one that does not; few pages are free."""
+    for num_prompt_tokens in range(70, 16 * num_pages - 8, 16):
+        engine = engine_of({"num_pages": num_pages, "max_num_batched_tokens": 256}, scheduling_policy=policy)
+        soon = ServiceTargets(due_ns=SECOND)
+        shared: dict[str, Any] = {"family": 0, "num_shared_tokens": num_shared_tokens}
+        requests = [
+            make_request(1, 70, 30, priority=0, targets=soon),
+            make_request(2, 70, 30, priority=9, **shared),
+            make_request(3, num_prompt_tokens, 8, priority=1, targets=ServiceTargets(due_ns=SECOND + 1), **shared),
+        ]
+        for request in requests:
+            assert engine.add(request) is None
             engine.schedule()
             engine.deliver()
-        targets = ServiceTargets() if priority == 9 else ServiceTargets(due_ns=SECOND + priority)
-        requests.append(
-            make_request(
-                request_id, prompt, answer, family=0, num_shared_tokens=shared, priority=priority, targets=targets
-            )
-        )
-        engine.add(requests[-1])
-    engine.run()
-    for request in requests:
-        if request.request_id not in {refused.request_id for refused in engine.refusals}:
+        engine.run()
+        for request in requests:
             engine.check_alone(request)
-    engine.check_empty()
+        engine.check_empty()
