@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ringserve.options import OneLineParser
+
 _COMMANDS = {
     "serve": "send load to a running OpenAI-compatible server and measure it",
     "compare": "measure two or more servers in interleaved rounds, with the same requests",
@@ -47,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=f"ringserve bench {name}",
         description=_COMMANDS[name][:1].upper() + _COMMANDS[name][1:] + ".",
         allow_abbrev=False,

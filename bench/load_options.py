@@ -279,15 +279,23 @@ def _units(given: argparse.Namespace) -> Units:
     only_text = given.api == "chat" or given.turns > 1
     if given.prompt_format == "ids" and only_text:
         raise OptionError("--prompt-format ids: only for completions of one turn; chat and later turns are text")
-    if given.prompt_format == "text" or only_text:
-        return Words()
-    low, _, high = given.token_ids.partition(":")
+    ids = read_token_ids(given.token_ids)
+    return Words() if given.prompt_format == "text" or only_text else ids
+
+
+def read_token_ids(text: str) -> TokenIds:
+    """From LOW:HIGH.
+
+    Raises:
+        OptionError: no such range.
+    """
+    low, _, high = text.partition(":")
     try:
         ids = TokenIds(int(low), int(high))
     except ValueError:
         ids = TokenIds(0, 0)
     if not 0 <= ids.low < ids.high:
-        raise OptionError(f"--token-ids: {given.token_ids!r} is not LOW:HIGH with 0 <= LOW < HIGH")
+        raise OptionError(f"--token-ids: {text!r} is not LOW:HIGH with 0 <= LOW < HIGH")
     return ids
 
 

@@ -18,6 +18,9 @@ from ringserve.messages import RequestRefused
 
 SWEEP_INTERVAL_NS = 50_000_000
 """How often the queue is searched for requests that have waited too long."""
+MOST_PREDICTIONS = 8
+"""Of one such search. Each looks at the whole queue, and those that run wait for it: where many are sent away together,
+the first ones' predictions must do for all."""
 
 
 class Gate:
@@ -67,13 +70,16 @@ class Gate:
         if not len(self._waiting):
             self._is_watched = self._admission.has_timeout
             return ()
-        found = []
-        for request in {sequence.request for sequence in self._waiting}:
+        found: list[tuple[Request, RequestRefused]] = []
+        wait: float | None = None
+        for request in dict.fromkeys(sequence.request for sequence in self._waiting):
             reason = self._why_overdue(request, now_ns)
-            if reason is not None:
+            if reason is None:
+                continue
+            if len(found) < MOST_PREDICTIONS:
                 prediction = self.predict(next(iter(request.live.values())))
                 wait = prediction.wait if prediction is not None else None
-                found.append((request, self._admission.refusal(request.request_id, reason, wait)))
+            found.append((request, self._admission.refusal(request.request_id, reason, wait)))
         return found
 
     def _why_overdue(self, request: Request, now_ns: int) -> tuple[str, str] | None:

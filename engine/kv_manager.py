@@ -86,6 +86,13 @@ class KVManager:
         """How many of these pages count as free."""
         return sum(self._cache.is_idle(page) for page in pages)
 
+    def num_freed(self, tables: Iterable[Sequence[int]], wanted: Iterable[int]) -> int:
+        """How many pages would become free if these tables were released, ``wanted`` ones not counted."""
+        held = Counter(page for table in tables for page in table)
+        for page in wanted:
+            held.pop(page, None)
+        return sum(self._references[page] == count for page, count in held.items())
+
     def share(self, pages: Iterable[int]) -> None:
         """One more table holds these pages, which others hold or which are idle."""
         for page in pages:

@@ -239,9 +239,13 @@ class Scheduler:
         return self._sessions.of_owner(owner)
 
     def drop_session(self, session: SessionRef, now_ns: int) -> bool:
-        """Keep its pages no longer; False if there is no such session."""
+        """Keep its pages no longer, nor those of its turns under way; False if there is neither."""
         self._sessions.set_time(now_ns)
-        return self._sessions.drop(session)
+        found = self._sessions.drop(session)
+        for request in self._book.requests.values():
+            if request.session == session:
+                request.session, found = None, True
+        return found
 
     # ----------------------------------------------------------------------------------------------- looking
 

@@ -137,10 +137,11 @@ class StepPlanner:
     def _make_room(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> bool:
         """See that there are a slot and pages for a waiting sequence, at the expense of those that it displaces."""
         residents, kv = self._residents, self._kv
-        num_new_pages = kv.pages_for(self._tokens_to_hold(sequence)) - len(cached) + kv.num_idle(cached)
+        num_new_pages = kv.pages_for(self._tokens_to_hold(sequence)) - len(cached)
         victims = None
         while True:
-            missing = num_new_pages - kv.num_free_pages
+            # Cached pages that only victims hold become idle with them: free by their number, and not to be had.
+            missing = num_new_pages + kv.num_idle(cached) - kv.num_free_pages
             if residents.running:
                 missing += self._headroom(sequence)
             if residents.free_slots and missing <= 0:
@@ -148,12 +149,22 @@ class StepPlanner:
             if victims is None:
                 order = self._in_order()
                 victims = [running for running in order if self._waiting.displaces(sequence, running)]
-                # Each one that goes frees its own pages (if nobody shares them) and what was kept for it.
-                if missing > sum(len(victim.block_table) + self._kept_for(victim, sequence) for victim in victims):
+                if missing > 0 and not self._would_do(victims, sequence, cached, missing):
                     return False
             if not victims:
                 return False
             self._preempt(victims.pop(), plan)
+
+    def _would_do(self, victims: list[Sequence], sequence: Sequence, cached: list[int], missing: int) -> bool:
+        """Whether ``missing`` pages come free if all of these go, so that nobody goes in vain: those that nobody else
+        holds, nor ``sequence`` starts with, and what was kept for their growth."""
+        if len(victims) == len(self._residents.running):
+            return True  # alone, everybody fits
+        missing -= sum(self._kept_for(victim, sequence) for victim in victims)
+        tables = [victim.block_table for victim in victims]
+        if missing > sum(map(len, tables)):
+            return False  # the usual case, told at little cost
+        return missing <= self._kv.num_freed(tables, cached)
 
     def _tokens_to_hold(self, sequence: Sequence) -> int:
         """Tokens whose pages a sequence takes as it starts."""

@@ -120,6 +120,14 @@ class StepCosts:
             + self.per_pair * shape.num_pairs
         )
 
+    def of_row(self, num_computed: int, num_tokens: int) -> float:
+        """Seconds that one more row adds to a step (``StepShape.with_chunk``)."""
+        seconds = self.per_sequence + self.per_token * num_tokens
+        seconds += self.per_context_token * (num_computed + num_tokens)
+        if num_tokens > 1:
+            seconds += self.per_prompt_token * num_tokens + self.per_pair * pairs(num_computed, num_tokens)
+        return seconds
+
     def decode_rate(self, num_sequences: int, num_context_tokens: int) -> float:
         """Tokens a second of all sequences together, while that many decode over so much context in all."""
         shape = StepShape(num_sequences, num_sequences, 0, num_context_tokens)

@@ -76,9 +76,9 @@ class WaitPredictor:
         busy = min(lanes, len(running) + len(ahead))
         decoding = StepShape(busy, busy, 0, int(busy * mean_length))
         step_seconds = costs.predict(decoding)
-        prompts = sum(self._prefill_seconds(costs, each, 0, decoding, step_seconds) for each in ahead)
+        prompts = sum(self._prefill_seconds(costs, each, 0, busy) for each in ahead)
         prompts += sum(
-            self._prefill_seconds(costs, each, each.num_computed_tokens, decoding, step_seconds)
+            self._prefill_seconds(costs, each, each.num_computed_tokens, busy)
             for each in running
             if each.num_schedulable_tokens > 1
         )
@@ -94,15 +94,14 @@ class WaitPredictor:
         finish = first_token + (self.expected_answer(request) - 1) * time_per_token
         return Prediction(wait, first_token, finish, time_per_token)
 
-    def _prefill_seconds(
-        self, costs: StepCosts, sequence: Sequence, num_computed: int, decoding: StepShape, step_seconds: float
-    ) -> float:
+    def _prefill_seconds(self, costs: StepCosts, sequence: Sequence, num_computed: int, num_decoding: int) -> float:
         """What a prompt adds to the steps of those that decode; all of their time if nobody does."""
         num_tokens = sequence.num_known_tokens - num_computed
-        num_chunks = -(-num_tokens // max(1, self._chunk - decoding.num_sequences))
-        chunk = decoding.with_chunk(num_computed + num_tokens // 2, -(-num_tokens // max(1, num_chunks)))
-        seconds = costs.predict(chunk) - (step_seconds if decoding.num_sequences else 0.0)
-        return num_chunks * max(0.0, seconds)
+        num_chunks = -(-num_tokens // max(1, self._chunk - num_decoding))
+        seconds = costs.of_row(num_computed + num_tokens // 2, -(-num_tokens // max(1, num_chunks)))
+        if not num_decoding:
+            seconds += costs.base
+        return num_chunks * seconds
 
     def _steps_until_free(self, lanes: int, running: Collection[Sequence], ahead: Iterable[Sequence]) -> float:
         """Decode steps until a slot is left for one behind those ``ahead``."""

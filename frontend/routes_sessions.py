@@ -10,7 +10,7 @@ from ringserve.frontend.json_response import JsonResponse
 from ringserve.frontend.protocol import GenerationBody
 from ringserve.frontend.routes_tokens import unless_gone
 from ringserve.frontend.service import Service
-from ringserve.frontend.validation import MAX_TENANT_CHARACTERS
+from ringserve.frontend.validation import bounded_name
 from ringserve.messages import SessionInfo, SessionRef
 
 MAX_ID_CHARACTERS = 256
@@ -49,7 +49,7 @@ class SessionRoutes:
 def _owner(request: Request) -> str:
     """Whose sessions a request may see: the key's where there are several, else the header's. Not ``user``: it is part
     of a body, and anybody's to choose."""
-    return (exchange_of(request.scope).tenant or "")[:MAX_TENANT_CHARACTERS]
+    return bounded_name(exchange_of(request.scope).tenant or "")
 
 
 def _shown(session: SessionInfo) -> dict[str, object]:

@@ -25,7 +25,8 @@ def service_targets(body: GenerationBody, received_ns: int) -> ServiceTargets:
     if body.deadline_at is not None:
         if deadline is not None:
             raise invalid("deadline_ms and deadline_at cannot both be given.", "deadline_at")
-        deadline = _until(body.deadline_at)
+        # From its arrival, as the others are: its body may have come much later.
+        deadline = _until(body.deadline_at) + (time.monotonic_ns() - received_ns) * 1e-6
     if deadline is None and ttft is None and tpot is None:
         return NO_TARGETS
     return ServiceTargets(

@@ -5,6 +5,7 @@ What can only be known with the tokens (does the prompt fit, is it empty) is the
 
 from __future__ import annotations
 
+import hashlib
 import os
 from array import array
 from collections.abc import Callable
@@ -150,9 +151,16 @@ def cache_salt(body: GenerationBody) -> str:
     return salt
 
 
+def bounded_name(name: str) -> str:
+    """A name, or a digest of one that is too long to be kept for long: two that differ stay two."""
+    if len(name) <= MAX_TENANT_CHARACTERS:
+        return name
+    return "sha256:" + hashlib.sha256(name.encode()).hexdigest()
+
+
 def tenant(body: GenerationBody, known: str | None) -> str:
-    """On whose account it runs: what is ``known`` from outside the body, else ``user``; cut to a bounded length."""
-    return (known if known is not None else body.user or "")[:MAX_TENANT_CHARACTERS]
+    """On whose account it runs: what is ``known`` from outside the body, else ``user``."""
+    return bounded_name(known if known is not None else body.user or "")
 
 
 def stream_options(body: GenerationBody) -> StreamOptions:

@@ -6,11 +6,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from ringserve import __version__
 from ringserve.bench import cli as bench
-from ringserve.options import OptionError, add_arguments, build_config, options, read_file
+from ringserve.options import OneLineParser, OptionError, add_arguments, build_config, options, read_file
 
 _EPILOG = """examples:
   ringserve serve                                 the embedded SmolLM2-135M-Instruct on 127.0.0.1:8000
@@ -23,16 +22,9 @@ _EPILOG = """examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, whose mistakes are one line instead of a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"ringserve: error: {message}; see `{self.prog} --help`\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="ringserve",
         description="Serve a language model on this machine through an OpenAI-compatible API.",
         epilog=_EPILOG,

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -22,6 +22,13 @@ _SIZES = {"kv_cache_memory", "max_body_size", "ring_capacity"}
 
 class OptionError(Exception):
     """A mistake in what the user gave; the message is for the user."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, whose mistakes are one line instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ringserve: error: {message}; see `{self.prog} --help`\n")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from ringserve.messages import NO_TARGETS, SamplingParams, ServiceTargets, Sessi
 
 SAMPLING = SamplingParams(seed=0, ignore_eos=True)
 """Answers have exactly the length asked for."""
+REFUSED_NS = 10_000_000
+"""What it takes to be refused and to ask again, at the least."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class Client:
         self._num_active -= 1
         match self.pace:
             case ClosedLoop():
-                self._push(now_ns, None)
+                # Who is refused at once does not ask again at once: the clock would stand still.
+                self._push(max(now_ns, request.sent_ns + REFUSED_NS) if request.refused else now_ns, None)
             case OpenLoop():
                 if self._held:
                     self._num_active += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import shlex
 import sys
@@ -14,16 +15,17 @@ import msgspec
 from rich.console import Console
 
 from ringserve.bench.http_client import Endpoint
-from ringserve.bench.load_options import LoadOptions, add_shape_arguments, read_load_options
+from ringserve.bench.load_options import LoadOptions, add_shape_arguments, api_key, read_load_options, read_token_ids
 from ringserve.bench.machine import describe
 from ringserve.bench.measure import Run, ServerUnusable, find_model, measure
 from ringserve.bench.plot import check_plot
 from ringserve.bench.processes import find_server
-from ringserve.bench.prompts import DatasetError, TokenIds
+from ringserve.bench.prompts import DatasetError
 from ringserve.bench.report import check_writable, notes, wide_console, without_key, write_json
 from ringserve.bench.serve import progress_bar
+from ringserve.bench.traces import Trace
 from ringserve.config import SchedulerConfig
-from ringserve.options import OptionError, add_arguments, build_config, options
+from ringserve.options import OneLineParser, OptionError, add_arguments, build_config, options
 from ringserve.simulate.calibration import calibrate
 from ringserve.simulate.client import Tenant
 from ringserve.simulate.figures import Figures
@@ -36,6 +38,10 @@ from ringserve.simulate.step_time import Calibration, Engine, read_step_time
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_BATCHED_TOKENS = 256
 DEFAULT_MODEL_LEN = 8192
+MOST_PAGES = 1 << 23
+"""Each has its place in the scheduler's books."""
+LONGEST_SECONDS = 1e9
+LOWEST_RATE = 1e-6
 
 
 class Against(msgspec.Struct):
@@ -48,7 +54,7 @@ class Against(msgspec.Struct):
 
 def build_parser() -> argparse.ArgumentParser:
     """What follows ``ringserve simulate``."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="ringserve simulate",
         description="What a load would see, without computing it: the server's own scheduler against a model of step "
         "times, on a virtual clock.",
@@ -64,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--calibrate", metavar="URL", help="fit them to a running ringserve by a short load")
     add("--save-step-time", type=Path, metavar="FILE", help="keep what --calibrate fitted")
     add("--against", metavar="URL", help="send the same load to a running server and show both")
-    add("--api-key", metavar="KEY", help="if the server asks for one")
+    add("--api-key", type=api_key, metavar="KEY", help="if the server asks for one")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each real request (default: %(default)g)")
     add = parser.add_argument_group("engine (default: that of the calibrated server)").add_argument
     add("--block-size", type=int, metavar="N", help=f"tokens in a KV page (default: {DEFAULT_PAGE_SIZE})")
@@ -108,6 +114,7 @@ def run(arguments: Sequence[str]) -> int:
         check_writable(path, flag)
     check_plot(given.plot)
     load = read_load_options(given)
+    _check_it_ends(load)
     if given.find_rate is not None and not (0 < given.find_rate <= 1 and load.objectives):
         raise OptionError("--find-rate: takes a part of the requests, above 0 and up to 1, and needs --goodput")
     config, policies, tenants = _config(given), _policies(given), _tenants(given)
@@ -183,6 +190,19 @@ class _Results:
         write_json(path, {**head, **{name: msgspec.to_builtins(part) for name, part in parts.items()}})
 
 
+def _check_it_ends(load: LoadOptions) -> None:
+    """On a clock in nanoseconds, and after a number of requests that can be kept."""
+    times = {"--duration": load.duration or 0.0, "--think-time": load.think_time, "--ramp": load.ramp}
+    for flag, seconds in times.items():
+        if seconds > LONGEST_SECONDS:
+            raise OptionError(f"{flag}: {seconds:g} seconds are more than can be simulated")
+    if any(point.rate is not None and point.rate < LOWEST_RATE for point in load.points):
+        raise OptionError(f"--rate: below {LOWEST_RATE:g}/s nothing happens")
+    endless = load.num_requests is None and load.duration is not None and not isinstance(load.dataset, Trace)
+    if endless and any(point.rate == math.inf for point in load.points):
+        raise OptionError("--rate inf: sends all at once, --duration does not say how many; give --num-requests")
+
+
 def _measure(target: Endpoint, load: LoadOptions, index: int, seed: str) -> Run:
     model = find_model(target, timeout=10.0)
     server = find_server(target.host, target.port)
@@ -199,14 +219,14 @@ def _calibration(given: argparse.Namespace, console: Console) -> Calibration:
         return read_step_time(given.step_time)
     endpoint = _endpoint("--calibrate", given.calibrate, given.api_key)
     assert endpoint is not None
-    low, _, high = given.token_ids.partition(":")  # read_load_options has looked at it
+    ids = read_token_ids(given.token_ids)
     with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("calibration", total=1.0)
 
         def report(what: str, part: float) -> None:
             progress.update(task, completed=part, description=f"calibration: {what}", refresh=True)
 
-        calibration, fit = calibrate(endpoint, TokenIds(int(low), int(high)), given.timeout, report)
+        calibration, fit = calibrate(endpoint, ids, given.timeout, report)
     print_calibration(console, calibration, fit)
     if given.save_step_time is not None:
         calibration.save(given.save_step_time)
@@ -245,6 +265,8 @@ def _engine(given: argparse.Namespace, config: SchedulerConfig, measured: Engine
         num_pages = max(1, measured.num_pages * measured.page_size // page_size)
     else:
         num_pages = max_num_seqs * -(-max_model_len // page_size)
+    if num_pages > MOST_PAGES:
+        raise OptionError(f"--kv-cache-tokens: {num_pages} pages are too many to be simulated, {MOST_PAGES} are not")
     return Engine(num_pages, page_size, max_num_seqs, budget, max_model_len)
 
 

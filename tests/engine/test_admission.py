@@ -9,6 +9,8 @@ from scheduler_simulation import Engine, executor_ready, make_request
 from timed_engine import SECOND, TimedEngine
 
 from ringserve.config import SchedulerConfig
+from ringserve.engine.sequence import Sequence
+from ringserve.engine.wait_prediction import Prediction
 from ringserve.messages import RequestRefused, ResumedChoice, ServiceTargets, pack_i32
 
 
@@ -261,4 +263,26 @@ def test_an_abort_before_the_timeout_is_an_abort() -> None:
     engine.run()
     assert engine.engine.refusals == []
     assert engine.engine.choices[2, 0].finishes[0].reason == "abort"
+    engine.engine.check_empty()
+
+
+def test_many_are_sent_away_at_the_price_of_a_few() -> None:
+    """A prediction looks at the whole queue; where a crowd has waited too long, what runs must not wait for as many."""
+    engine = warmed_up({"max_num_seqs": 1}, queue_timeout=1.0)
+    gate = engine.engine.scheduler._gate
+    engine.add(make_request(1, 40, 200))
+    for request_id in range(2, 82):
+        assert engine.add(make_request(request_id, 5, 5)) is None
+    predicted = []
+    predict = gate.predict
+
+    def counted(sequence: Sequence) -> Prediction | None:
+        predicted.append(sequence)
+        return predict(sequence)
+
+    gate.predict = counted  # type: ignore[method-assign]
+    engine.run()
+    assert [refused.request_id for refused in engine.engine.refusals] == list(range(2, 82))
+    assert all(refused.predicted_wait for refused in engine.engine.refusals)
+    assert len(predicted) <= 8
     engine.engine.check_empty()

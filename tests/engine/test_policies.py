@@ -13,7 +13,9 @@ from scheduler_simulation import Engine, executor_ready, make_request
 from ringserve.config import SchedulerConfig, parse_tenant_weights
 from ringserve.engine.policy_fair import MAX_ACCOUNTS, FairPolicy
 from ringserve.engine.sequence import Request, Sequence
-from ringserve.messages import TokenizedRequest, unpack_i32
+from ringserve.messages import ServiceTargets, TokenizedRequest, unpack_i32
+
+SECOND = 10**9
 
 
 def engine_of(ready: dict[str, int], **config: Any) -> Engine:
@@ -302,3 +304,61 @@ def test_weights_that_make_no_sense(text: str) -> None:
 def test_weights() -> None:
     assert parse_tenant_weights("a=2, b=0.5,c=d=1") == {"a": 2.0, "b": 0.5, "c=d": 1.0}
     assert parse_tenant_weights("") == {}
+
+
+# ------------------------------------------------------------------------- pages that the displaced share
+
+
+def test_pages_shared_with_a_victim_are_not_had_twice() -> None:
+    """What a newcomer shares with one that it would throw out comes free with that one, and goes to the newcomer."""
+    engine = engine_of({"page_size": 16, "num_pages": 12, "max_num_batched_tokens": 256}, scheduling_policy="priority")
+    shared: dict[str, Any] = {"family": 0, "num_shared_tokens": 64}
+    engine.add(make_request(1, 70, 30, priority=0))  # five pages
+    engine.add(make_request(2, 70, 30, priority=9, **shared))  # five
+    engine.schedule()
+    engine.deliver()
+    newcomer = make_request(3, 120, 8, priority=1, **shared)  # eight, four of them those of the second
+    engine.add(newcomer)
+    engine.schedule()
+    assert engine.scheduler.num_preemptions == 0  # in vain: there would be three for the other four
+    engine.run()
+    engine.check_alone(newcomer)
+    engine.check_empty()
+
+
+def test_who_needs_all_pages_takes_them_from_the_only_one_that_runs() -> None:
+    engine = engine_of({"page_size": 16, "num_pages": 12, "max_num_batched_tokens": 256}, scheduling_policy="priority")
+    engine.add(make_request(1, 20, 100, priority=9))
+    engine.schedule()
+    engine.deliver()
+    newcomer = make_request(2, 12 * 16 - 2, 5, priority=0)
+    engine.add(newcomer)
+    engine.schedule()
+    assert starts(engine) == [1, 2]
+    engine.run()
+    engine.check_alone(newcomer)
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("policy", ["priority", "deadline"])
+@pytest.mark.parametrize("num_pages", [10, 11, 12, 13, 14, 15])
+@pytest.mark.parametrize("num_shared_tokens", [16, 48, 64])
+def test_displacing_one_whose_prompt_begins_alike(policy: str, num_pages: int, num_shared_tokens: int) -> None:
+    """Newcomers of any size, beside one that makes room and one that does not; few pages are free."""
+    for num_prompt_tokens in range(70, 16 * num_pages - 8, 16):
+        engine = engine_of({"num_pages": num_pages, "max_num_batched_tokens": 256}, scheduling_policy=policy)
+        soon = ServiceTargets(due_ns=SECOND)
+        shared: dict[str, Any] = {"family": 0, "num_shared_tokens": num_shared_tokens}
+        requests = [
+            make_request(1, 70, 30, priority=0, targets=soon),
+            make_request(2, 70, 30, priority=9, **shared),
+            make_request(3, num_prompt_tokens, 8, priority=1, targets=ServiceTargets(due_ns=SECOND + 1), **shared),
+        ]
+        for request in requests:
+            assert engine.add(request) is None
+            engine.schedule()
+            engine.deliver()
+        engine.run()
+        for request in requests:
+            engine.check_alone(request)
+        engine.check_empty()

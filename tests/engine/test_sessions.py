@@ -173,6 +173,29 @@ def test_a_session_is_its_owners() -> None:
     assert scheduler.check_integrity() == []
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_what_was_dropped_does_not_come_back(first: bool, num_steps: int) -> None:
+    """Turns that came before it was dropped, waiting or running, bring nothing back; a later one begins anew."""
+    talks = Talks()
+    if not first:
+        talks.turn(20, 7)
+        talks.run()
+    talks.turn(10, 7, n=2)
+    for _ in range(num_steps):
+        talks.engine.schedule()
+        talks.engine.deliver()
+    scheduler = talks.engine.scheduler
+    assert scheduler.drop_session(ME, talks.engine.now_ns)
+    assert not scheduler.drop_session(ME, talks.engine.now_ns)
+    talks.run()
+    assert talks.kept() == []
+    talks.turn(5, 7)
+    talks.run()
+    assert len(talks.kept()) == 1
+    talks.engine.check_empty()
+
+
 def test_sessions_keep_no_more_than_their_share() -> None:
     talks = Talks(num_pages=40, config=SchedulerConfig(session_pool_share=0.25))
     for number in range(6):
@@ -322,7 +345,10 @@ class SessionMachine(RuleBasedStateMachine):
         engine = self.talks.engine
         ref = SessionRef("", f"talk {number}")
         known = {info.session_id for info in self.talks.kept("")}
-        assert engine.scheduler.drop_session(ref, engine.now_ns) == (ref.session_id in known)
+        under_way = {request.session for request in engine.scheduler._book.requests.values()}
+        found = engine.scheduler.drop_session(ref, engine.now_ns)
+        assert found == (ref.session_id in known or ref in under_way)
+        assert not engine.scheduler.drop_session(ref, engine.now_ns)
 
     @rule(seconds=st.integers(1, 6))
     def wait(self, seconds: int) -> None:

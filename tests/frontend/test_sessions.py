@@ -80,3 +80,20 @@ def test_not_before_the_model_is_there() -> None:
     with RunningFrontend(ready=False) as frontend, httpx.Client(base_url=frontend.url) as http:
         assert http.get("/v1/sessions").status_code == 503
         assert http.delete("/v1/sessions/x").status_code == 503
+
+
+def test_long_owners_that_begin_alike_are_two() -> None:
+    """A name that is too long (a proxy may take a token for it) is not cut: others may begin like it."""
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+        for end in "ab":
+            headers = {"x-ringserve-tenant": "x" * 256 + end}
+            answer = http.post("/v1/chat/completions", json=chat_body(session_id="talk"), headers=headers)
+            assert answer.status_code == 200
+            frontend.fake.sessions[SessionRef("x" * 256, "talk/1")] = KEPT
+            assert http.get("/v1/sessions", headers=headers).json()["data"] == []
+        one, two = frontend.fake.of_kind(GenerateRequest)
+        assert one.session is not None
+        assert two.session is not None
+        assert one.session.owner != two.session.owner
+        assert one.tenant != two.tenant
+        assert max(len(one.session.owner), len(one.tenant)) <= 256

@@ -83,6 +83,14 @@ def test_conversations_and_a_sharegpt_file(tmp_path: Path, capsys: pytest.Captur
         ("--step-time linear:1:1 --block-size 0", "--block-size: 0 is below 1"),
         ("--step-time linear:1:1 --max-num-seqs 0", "--max-num-seqs"),
         ("--step-time linear:1:1 --rate 0", "--rate"),
+        ("--step-time linear:1:1 --rate inf --duration 5", "--num-requests"),
+        ("--step-time linear:1:1 --duration inf", "--duration: inf seconds"),
+        ("--step-time linear:1:1 --think-time 1e300", "--think-time"),
+        ("--step-time linear:1:1 --rate 1e-300", "--rate: below"),
+        ("--step-time linear:1:1 --sweep rate=1,inf --duration 5", "--num-requests"),
+        ("--step-time linear:1:1 --max-model-len 9000000000", "too many to be simulated"),
+        ("--step-time linear:1:1 --turns 2 --token-ids x", "--token-ids"),
+        ("--calibrate http://127.0.0.1:1 --dataset sharegpt --dataset-path x --token-ids 7:7", "--token-ids"),
         ("--step-time linear:1:1 --against ftp://x", "--against"),
         ("--step-time linear:1:1 --against http://x --tenants a=1", "no tenants"),
     ],
@@ -97,7 +105,9 @@ def test_mistakes_are_one_line(words: str, message: str, capsys: pytest.CaptureF
 def test_an_unknown_option_and_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", "--bogus"])
-    assert "--bogus" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--bogus" in err
+    assert len(err.splitlines()) == 1
     assert main(["simulate", "--calibrate", "http://127.0.0.1:1"]) == 1
     assert "connection refused" in capsys.readouterr().err
 

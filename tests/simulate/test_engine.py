@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -172,3 +173,20 @@ def test_figures_are_those_of_the_benchmark() -> None:
     assert figures.goodput is not None
     assert figures.goodput.part == sum(value <= 200 for value in ttft) / 40
     assert summarize(np.array([])) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [
+        (Engine(256, 16, 8, 64, 16), SchedulerConfig()),  # nothing ever fits
+        (ENGINE, SchedulerConfig(max_num_queued_tokens=1)),
+        (ENGINE, SchedulerConfig(max_num_queued_per_tenant=1)),
+    ],
+)
+def test_refusals_do_not_stop_the_clock(engine: Engine, config: SchedulerConfig) -> None:
+    """Clients that are refused at once and have endless requests: the load ends with its duration."""
+    endless = (Job((Turn([0] * 20, 3),)) for _ in itertools.count())
+    run = outcome(Client(endless, ClosedLoop(4), "s", duration_s=0.5), engine, config)
+    refused = [request for request in run.requests if request.refused]
+    assert 0 < len(refused) <= 4 * 50
+    assert max(request.sent_ns for request in refused) < 500 * MS
