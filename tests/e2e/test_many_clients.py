@@ -163,7 +163,9 @@ def test_two_hundred_at_once_equal_each_alone(server: Server) -> None:
     seen_aborted = sum(case.leaves_after - 1 for case in cases if case.leaves_after is not None)
     assert grown["vllm:generation_tokens_total"] >= seen + seen_aborted
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
-    assert descriptors(server) == open_before
+    # An idle connection of the client may have been closed meanwhile: fewer is no leak.
+    open_now = descriptors(server)
+    assert {role: number for role, number in open_now.items() if number > open_before[role]} == {}
 
 
 def test_counters_equal_what_clients_saw(server: Server) -> None:

@@ -64,6 +64,8 @@ def test_the_engine_is_read_from_the_metrics() -> None:
     assert read_engine(metrics.render().decode()) == Engine(77, 16, 8, 64, 512)
 
 
+# Measures a server: what else computes beside it decides whether that can be done.
+@pytest.mark.slow_all
 def test_a_real_server_is_calibrated_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     kept, result = tmp_path / "step.json", tmp_path / "result.json"
