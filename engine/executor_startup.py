@@ -5,21 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from ringserve.config import ExecutorSettings
 from ringserve.engine.devices import choose_device
 from ringserve.engine.ready_engine import Engine
 
 Progress = Callable[[str, float], None]
-
-
-def set_threads(threads: int) -> None:
-    """Size torch's pools; no gradients are ever wanted in this process."""
-    torch.set_num_threads(threads)
-    if torch.get_num_interop_threads() != 1:  # torch takes it once only
-        torch.set_num_interop_threads(1)
-    torch.set_grad_enabled(False)
 
 
 def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:

@@ -16,14 +16,16 @@ from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
 from reference import plain_model
 from step_planner import Job, StepPlanner
 
-from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
-from ringserve.engine.fast_packing import Packer
-from ringserve.engine.fast_startup import FastModel
+from ringserve.engine.cpu_loading import load_and_check
+from ringserve.engine.cpu_model import CpuModel
+from ringserve.engine.decoder_weights import Rotary
+from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
+from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
-from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
@@ -226,30 +228,39 @@ def test_float32_and_small_pages_are_left_to_the_general_path(directory: Path) -
         fast_startup.prepare_fast(loaded, "none", 8, 64, 1 << 40, lambda stage, fraction: None)
 
 
-def test_the_check_reads_no_position_beyond_the_tables(directory: Path) -> None:
+def test_the_check_reads_no_position_beyond_the_tables(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequences may be longer than any that will be served."""
     loaded = load_small(directory, "llama")
+    made: list[int] = []
+    tables = Rotary.tables
+
+    def recorded(rotary: Rotary, positions: int) -> Any:
+        made.append(positions)
+        return tables(rotary, positions)
+
+    monkeypatch.setattr(Rotary, "tables", recorded)
     model = fast_startup.prepare_fast(loaded, "none", 16, 16, 1 << 40, lambda stage, fraction: None)
-    assert len(model.weights.cos) == len(model.weights.sin) == max(fast_startup.CHECK_LENGTHS)
+    assert made == [max(fast_startup.CHECK_LENGTHS)]
+    assert model.max_positions == 16
 
 
 def test_weights_that_did_not_pass_the_check_are_not_kept(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_small(directory, "llama")
-    cache = WeightCache(tmp_path / "weights")
+    path = make_checkpoint(directory / "kept", *FAMILY["llama"])
+    source = ModelSource(str(path), "directory", "kept")
+    settings = ExecutorSettings(source, "bfloat16", None, 4, None, ExecutorConfig())
 
-    def start() -> None:
-        packer = Packer("none", directory / "llama", cache)
-        fast_startup.prepare_fast(loaded, "none", 16, 64, 1 << 40, lambda stage, fraction: None, packer=lambda: packer)
+    def start() -> CpuModel:
+        kept = KeptWeights("none", path, tmp_path / "weights")
+        return load_and_check(settings, "bfloat16", 16, lambda: kept, lambda stage, fraction: None)
 
     with monkeypatch.context() as patch:
         patch.setitem(fast_startup.TOLERANCE, "none", 0.0)
-        with pytest.raises(NotApplicableError, match="its logits differ"):
-            start()
+        assert not isinstance(start().path, FastModel)
     assert not (tmp_path / "weights").exists()
-    start()
-    assert len(list((tmp_path / "weights").iterdir())) == 1
+    assert isinstance(start().path, FastModel)
+    assert sorted(file.suffix for file in (tmp_path / "weights").iterdir()) == [".checked", ".weights"]
 
 
 def test_a_machine_whose_threads_cannot_wait(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
