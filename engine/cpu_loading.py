@@ -110,10 +110,14 @@ def _keep(
     checksum = packer.keep(unpacked_arrays(fast.weights))
     if kept is None or kept.directory is None or checksum is None or not kept.is_current():
         return
+    try:
+        key = start_key(settings, loaded.dtype, kept.identity)
+    except OSError:  # this project's own files cannot be read
+        return
     store_record(
         kept.directory,
         CheckedModel(
-            key=start_key(settings, loaded.dtype, kept.identity),
+            key=key,
             weights=checksum,
             architecture=loaded.architecture,
             eos_token_ids=loaded.eos_token_ids,

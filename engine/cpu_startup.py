@@ -146,7 +146,10 @@ def _recalled(
     """A model that an earlier start has packed and checked."""
     if kept is None or kept.directory is None:
         return None
-    record = load_record(kept.directory, start_key(settings, dtype, kept.identity))
+    try:
+        record = load_record(kept.directory, start_key(settings, dtype, kept.identity))
+    except OSError:  # this project's own files cannot be read
+        return None
     if record is None:
         return None
     progress(READING, 0.0)
