@@ -22,11 +22,10 @@ from step_planner import GREEDY
 
 import ringserve
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
-from ringserve.engine import cpu_loading, cpu_startup, kept_model, kept_weights
+from ringserve.engine import cpu_loading, fast_startup, kept_model, kept_weights
 from ringserve.engine.cpu_startup import build_cpu_engine
 from ringserve.engine.decoder_weights import Rotary
 from ringserve.engine.devices import CPU
-from ringserve.engine.dtypes import resolve_dtype
 from ringserve.engine.kept_model import MAX_RECORDS, load_record, start_key, store_record
 from ringserve.engine.kept_weights import KERNELS, PACKING_MODULES, KeptWeights, packing_digest
 from ringserve.engine.ready_engine import Engine
@@ -344,14 +343,14 @@ def test_files_that_change_during_the_start_leave_nothing(
     """What was loaded may be of either version."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_checkpoint(tmp_path / "model", *FAMILY["llama"])
-    prepare = cpu_loading.prepare_fast
+    prepare = fast_startup.prepare_fast
 
     def changing(*arguments: Any, **options: Any) -> Any:
         model = prepare(*arguments, **options)
         os.utime(path / "model.safetensors", (1000, 1000))
         return model
 
-    monkeypatch.setattr(cpu_loading, "prepare_fast", changing)
+    monkeypatch.setattr("ringserve.engine.cpu_loading.prepare_fast", changing)
     start(make_settings(path)).runner.close()
     assert "changed while it was loaded" in caplog.text
     assert not (tmp_path / "cache").exists()
@@ -465,6 +464,4 @@ def test_no_module_that_packs_is_forgotten() -> None:
 
 def test_auto_means_the_same_format_to_both_ways(home: Path, is_recalled: Callable[[ExecutorSettings], bool]) -> None:
     """ "auto" is another setting than "bfloat16", even where it means that."""
-    assert resolve_dtype("bfloat16") == "bfloat16"
     assert not is_recalled(settings_of(home, dtype="auto"))
-    assert cpu_startup.resolve_dtype is resolve_dtype
