@@ -91,7 +91,9 @@ def _fast_model(
         return packers[0]
 
     try:
-        fast = prepare_fast(loaded, quantization, page_size, max_model_len, free_memory(), progress, packer=packer)
+        # Free bytes 0: the check needs float32 weights, and gets them one module's at a time. A first start holds the
+        # weights twice in any case, as they were loaded and packed; all of them in float32 would be another twice.
+        fast = prepare_fast(loaded, quantization, page_size, max_model_len, 0, progress, packer=packer)
     except NotApplicableError as error:
         if asked == "fast":
             raise ModelError(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from checkpoints import SERVED, make_checkpoint
 from engine_core import default_model
 from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
 from reference import plain_model
-from step_planner import Job, StepPlanner
+from step_planner import GREEDY, Job, StepPlanner
 
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
@@ -27,6 +28,7 @@ from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
+from ringserve.messages import unpack_i32
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
@@ -267,3 +269,18 @@ def test_a_machine_whose_threads_cannot_wait(directory: Path, monkeypatch: pytes
     monkeypatch.setattr(fast_startup, "FUTEX", -1)
     with pytest.raises(NotApplicableError, match="system call"):
         prepare(load_small(directory, "llama"))
+
+
+def test_logits_take_no_more_memory_than_a_steps_tokens(qwen3: LoadedModel) -> None:
+    """Log-probabilities of prompts ask for a row of logits for each token: no more than a step's budget, however many
+    prompts there are and however long they are."""
+    budget = 24
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
+    jobs = [Job(prompt_of(40 + i, 50 + i), 1, sampling) for i in range(5)]
+    with bench_of(prepare(qwen3)) as bench:
+        run(bench, jobs, budget)
+        rows = len(bench.decoder._logits)
+    assert 8 < rows <= budget
+    for job in jobs:
+        counts = [count for part in job.prompt_logprobs for count in unpack_i32(part.columns.counts).tolist()]
+        assert counts == [0, *[3] * (len(job.prompt) - 1)]
