@@ -23,11 +23,7 @@ class Device:
         self.dry = dry
         self.engine: engine_device.Device = engine_device.HostDevice() if dry else engine_device.CudaDevice()
         """As the executor sees it."""
-
-    @property
-    def torch(self) -> torch.device:
-        """Where tensors go."""
-        return self.engine.torch
+        self.torch = self.engine.torch_device
 
     @property
     def architecture(self) -> Architecture:

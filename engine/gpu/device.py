@@ -38,7 +38,7 @@ class Device(Protocol):
     """One device, its compute stream and its memory."""
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """Where tensors go."""
 
     @property
@@ -95,7 +95,7 @@ class CudaDevice:
         self._graph_pool: Any = None
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return self._device
 
     @property
@@ -171,7 +171,7 @@ class HostDevice:
     """The CPU in a GPU's place, for tests and dry runs: kernels run in Triton's interpreter, everything at once."""
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     @property
