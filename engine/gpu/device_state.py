@@ -13,7 +13,6 @@ Widths (``StateWidths``) grow where a request needs more; that moves every colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -47,6 +46,11 @@ class StateWidths:
             _grown(self.ends, ends), _grown(self.biases, biases), _grown(self.logprobs + 1, logprobs + 1) - 1
         )
         return self if wider == self else wider
+
+
+def rounded_width(needed: int) -> int:
+    """A number of likely tokens, at least so many, whose rows are a multiple of WIDTH_STEP wide."""
+    return -(-(needed + 1) // WIDTH_STEP) * WIDTH_STEP - 1
 
 
 def _grown(width: int, needed: int) -> int:
