@@ -85,7 +85,8 @@ class DeviceStep:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._inputs = ints(3, max(sizes.max_tokens, rows))
-        self._rows = RowArrays(*self._inputs, ints(rows), ints(rows, sizes.max_pages), ints(rows))
+        token_ids, positions, slot_mapping = self._inputs
+        self._rows = RowArrays(token_ids, positions, slot_mapping, ints(rows), ints(rows, sizes.max_pages), ints(rows))
         self._no_chunks = ints(1)
         self._processed = torch.empty(rows, sizes.vocab_size, dtype=torch.float32, device=device)
         self.tokens = ints(rows)
