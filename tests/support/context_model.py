@@ -1,8 +1,8 @@
 """Models that need no weights: the logits after a token are a function of all tokens up to it.
 
-``ContextModel`` finds these tokens where a model on a device would find its keys and values, in pages, through slots and
-block tables; ``ContextForward`` reads the CPU runner's table. So the two runners must give the same tokens, and a page,
-position, length or slot that is wrong gives others.
+``ContextModel`` finds these tokens where a model on a device would find its keys and values, in pages, through slots
+and block tables; ``ContextForward`` reads the CPU runner's table. So the two runners must give the same tokens, and a
+page, position, length or slot that is wrong gives others.
 """
 
 from __future__ import annotations
