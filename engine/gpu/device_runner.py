@@ -27,20 +27,20 @@ from ringserve.engine.gpu.chunk_layout import ChunkLayout
 from ringserve.engine.gpu.device import Device
 from ringserve.engine.gpu.device_state import DeviceState, StateWidths, rounded_width
 from ringserve.engine.gpu.device_step import DeviceStep, StepSizes
+from ringserve.engine.gpu.flight import Flight
 from ringserve.engine.gpu.graphs import bucket_of, graph_buckets, warm_up_tokens
+from ringserve.engine.gpu.row_mirror import RowMirror
 from ringserve.engine.gpu.sequence_writes import SlotValues
-from ringserve.engine.gpu.step_buffers import BufferPool, StepBuffers
+from ringserve.engine.gpu.step_buffers import BufferPool
 from ringserve.engine.gpu.step_inputs import DeviceModel
 from ringserve.engine.gpu.step_plan import StepPlan, pack_chunks, plan_step
-from ringserve.engine.gpu.step_results import HostLogprobs, logprob_words
+from ringserve.engine.gpu.step_results import logprob_words
 from ringserve.engine.sampler import NO_FINITE_LOGIT
 from ringserve.engine.slot_table import SlotTable
 from ringserve.messages import (
-    LogprobColumns,
     ModelRunnerOutput,
     NewSequence,
     SchedulerOutput,
-    SlotPromptLogprobs,
     pack_i32,
 )
 
@@ -70,28 +70,6 @@ class RunnerLimits:
         )
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A step that was submitted."""
-
-    step_id: int
-    received_ns: int
-    started_ns: int
-    buffers: StepBuffers
-    words: torch.Tensor
-    """Its results: tokens, then the rows' log probabilities, then the prompts'."""
-    plan: StepPlan
-    slots: list[int]
-    """Of the rows that draw, in the device's order."""
-    tenants: list[int]
-    """Which sequence had each of these slots."""
-    ks: list[int]
-    """Log probabilities asked for by each."""
-    width: int
-    """Of a row of log probabilities."""
-    prompt_width: int
-
-
 class DeviceRunner:
     """The slots, and the steps under way."""
 
@@ -118,7 +96,7 @@ class DeviceRunner:
         self._buckets = graph_buckets(limits.max_num_seqs)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._buffers = BufferPool(device)
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._table = SlotTable()
         self._given = np.zeros(limits.max_num_seqs, dtype=np.int64)
         """Tokens of each slot that the scheduler has sent; the host does not know the others."""
@@ -126,9 +104,7 @@ class DeviceRunner:
         self._num_tenants = 0
         self._failed: set[int] = set()
         """Tenants that nothing can be drawn for."""
-        self._row_slots = np.full(self._sizes.num_rows, -1, dtype=np.int32)
-        self._row_lengths = np.zeros(self._sizes.num_rows, dtype=np.int32)
-        """What the device's rows have, once everything submitted is done."""
+        self._rows = RowMirror(self._sizes.num_rows)
         self._last_sent_ns = 0
 
     @property
@@ -175,16 +151,17 @@ class DeviceRunner:
         flight = self._flights[0]
         flight.buffers.event.synchronize()
         self._flights.popleft()
-        slots, token_ids, logprobs, failed = self._tokens(flight)
-        prompt_logprobs = self._prompt_logprobs(flight)
+        rows, failed = self._rows_drawn(flight)
+        tokens = flight.tokens
+        logprobs, prompt_logprobs = flight.logprobs(rows), flight.prompt_logprobs()
         self._buffers.give_back(flight.buffers)
         sent_ns = time.monotonic_ns()
         # A step begins where the device has nothing older to do.
         started_ns, self._last_sent_ns = max(flight.started_ns, self._last_sent_ns), sent_ns
         return ModelRunnerOutput(
             step_id=flight.step_id,
-            slots=pack_i32(slots),
-            token_ids=pack_i32(token_ids),
+            slots=pack_i32(flight.slots[row] for row in rows),
+            token_ids=pack_i32(tokens[row] for row in rows),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             received_ns=flight.received_ns,
@@ -250,7 +227,7 @@ class DeviceRunner:
         counts: _Words,
         pieces: list[tuple[_Words, _Words]],
         starting: list[SlotValues],
-    ) -> _Flight:
+    ) -> Flight:
         ks = [min(self._table.sampling[slot].logprobs, self._limits.vocab_size) for slot in slots[: plan.num_draws]]
         width, prompt_width = 1 + self._state.widths.logprobs, 1 + rounded_width(max(plan.prompt_ks, default=0))
         cleared = np.array([values.slot for values in starting if values.counts_tokens], dtype=np.int32)
@@ -264,7 +241,7 @@ class DeviceRunner:
                 )
             row_lengths = (self._table.computed[slots] + counts).astype(np.int32)
             row_lengths[: plan.num_decodes] = 0
-            pieces = [*pieces, *self._row_writes(slots, row_lengths)]
+            pieces = [*pieces, *self._rows.writes(self._state, slots, row_lengths)]
         elif len(slots):
             graph = None
             rows = len(slots)
@@ -273,7 +250,7 @@ class DeviceRunner:
                 graph = self._graph(rows)
             padded = np.full(rows, -1, dtype=np.int32)
             padded[: len(slots)] = slots
-            pieces = [*pieces, *self._row_writes(padded, np.zeros(rows, np.int32))]
+            pieces = [*pieces, *self._rows.writes(self._state, padded, np.zeros(rows, np.int32))]
             body = partial(_call, graph if graph is not None else partial(self._step.decode, rows))
         num_logprobs = plan.num_draws if any(k >= 0 for k in ks) else 0
         num_prompt = 0 if layout is None or not layout.num_prompt_logits else layout.num_wanted
@@ -289,7 +266,7 @@ class DeviceRunner:
         work = partial(self._work, inputs, len(writes), len(cleared), body, results, plan.num_draws, num_logprobs)
         self._device.submit(partial(self._run, work))
         buffers.event.record()
-        return _Flight(
+        return Flight(
             step_id,
             received_ns,
             started_ns,
@@ -302,19 +279,6 @@ class DeviceRunner:
             width if num_logprobs else 0,
             prompt_width if num_prompt else 0,
         )
-
-    def _row_writes(self, slots: _Words, lengths: _Words) -> list[tuple[_Words, _Words]]:
-        """What differs from what the rows have."""
-        pieces = []
-        for name, known, wanted in (
-            ("row_slots", self._row_slots, slots),
-            ("row_lengths", self._row_lengths, lengths),
-        ):
-            changed = np.flatnonzero(known[: len(wanted)] != wanted)
-            if len(changed):
-                known[changed] = wanted[changed]
-                pieces.append((self._state.addresses(name, changed), wanted[changed]))
-        return pieces
 
     def _work(
         self,
@@ -364,8 +328,7 @@ class DeviceRunner:
 
     def _set_padding(self) -> None:
         """No row has a slot: what runs now leaves no trace."""
-        self._row_slots[:] = -1
-        self._row_lengths[:] = 0
+        self._rows.clear()
         self._device.submit(partial(self._run, self._step.pad_rows))
 
     def _new_state(self, widths: StateWidths) -> DeviceState:
@@ -386,38 +349,18 @@ class DeviceRunner:
 
     # -------------------------------------------------------------------------------------------------------- results
 
-    def _tokens(
-        self, flight: _Flight
-    ) -> tuple[list[int], list[int], LogprobColumns | None, tuple[tuple[int, str], ...]]:
-        tokens = flight.words[: flight.plan.num_draws].tolist()
-        rows = flight.plan.results
-        if self._failed or min(tokens, default=0) < 0:
-            rows = [row for row in rows if flight.tenants[row] not in self._failed]
-            gone = [row for row in rows if tokens[row] < 0]
-            self._failed.update(flight.tenants[row] for row in gone)
-            failed = tuple([(flight.slots[row], NO_FINITE_LOGIT) for row in gone])
-            rows = [row for row in rows if tokens[row] >= 0]
-            if not self._flights:  # those that have left can have no row any more
-                self._failed.intersection_update(self._tenants.tolist())
-        else:
-            failed = ()
-        logprobs = None
-        if any(flight.ks[row] >= 0 for row in rows):
-            words = flight.words[flight.plan.num_draws :]
-            found = HostLogprobs.read(words, flight.plan.num_draws, flight.width)
-            logprobs = found.columns(rows, [flight.ks[row] for row in rows])
-        return [flight.slots[row] for row in rows], [tokens[row] for row in rows], logprobs, failed
-
-    def _prompt_logprobs(self, flight: _Flight) -> tuple[SlotPromptLogprobs, ...]:
-        if not flight.plan.prompts:
-            return ()
-        found = None
-        if flight.prompt_width:
-            rows = flight.plan.num_draws + len(flight.plan.wanted_prompt)
-            words = flight.words[len(flight.words) - logprob_words(rows, flight.prompt_width) :]
-            found = HostLogprobs.read(words, rows, flight.prompt_width)
-        results = [part.result(found) for part in flight.plan.prompts]
-        return tuple([result for result in results if result is not None])
+    def _rows_drawn(self, flight: Flight) -> tuple[list[int], tuple[tuple[int, str], ...]]:
+        """The flight's rows that have a token, in the step's order; slots that failed, with the reason."""
+        rows, tokens = flight.plan.results, flight.tokens
+        if not self._failed and min(tokens, default=0) >= 0:
+            return rows, ()
+        rows = [row for row in rows if flight.tenants[row] not in self._failed]
+        gone = [row for row in rows if tokens[row] < 0]
+        self._failed.update(flight.tenants[row] for row in gone)
+        if not self._flights:  # those that have left can have no row any more
+            self._failed.intersection_update(self._tenants.tolist())
+        failed = tuple([(flight.slots[row], NO_FINITE_LOGIT) for row in gone])
+        return [row for row in rows if tokens[row] >= 0], failed
 
 
 def _joined(pieces: Sequence[tuple[_Words, _Words]]) -> _Words:

@@ -30,7 +30,8 @@ PATTERNS = Patterns(VOCAB_SIZE)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+    return ids
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

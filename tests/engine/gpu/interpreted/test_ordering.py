@@ -1,5 +1,8 @@
 """What the host and the device promise one another: buffers, buckets, and that nobody waits."""
 
+# torch's dispatch modes are untyped for mypy.
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 from typing import Any

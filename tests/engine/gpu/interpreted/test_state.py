@@ -120,13 +120,13 @@ def test_a_resumed_sequence_s_state() -> None:
     state = written(NewSequence(3, pack_i32([7, 8, 7, 11, 12, 11, 8]), 3, 0, 1, sampling, 9))
     sampler = state.sampler
     assert sampler.seeds[3] == -2
-    assert (sampler.lengths[3], sampler.last_tokens[3], sampler.choices[3]) == (7, 8, 1)
-    assert (sampler.temperatures[3], sampler.top_ks[3]) == (0.5, VOCAB_SIZE)
+    assert [int(x) for x in (sampler.lengths[3], sampler.last_tokens[3], sampler.choices[3])] == [7, 8, 1]
+    assert [x.item() for x in (sampler.temperatures[3], sampler.top_ks[3])] == [0.5, VOCAB_SIZE]
     assert sampler.hide_ends_before[3] == 6
     assert sampler.end_ids[3, : sampler.num_ends[3]].tolist() == [2, 9]
     assert sampler.bias_ids[3, : sampler.num_biases[3]].tolist() == [4]
     assert sampler.bias_values[3, 0] == 2.0
-    assert (sampler.count_rows[3], state.logprob_ks[3]) == (3, 2)
+    assert [int(x) for x in (sampler.count_rows[3], state.logprob_ks[3])] == [3, 2]
     counts = sampler.token_counts[3]
     assert {i: int(counts[i]) for i in counts.nonzero()[:, 0].tolist()} == {
         7: IN_PROMPT,
@@ -139,7 +139,7 @@ def test_a_resumed_sequence_s_state() -> None:
 def test_a_plain_sequence_s_state() -> None:
     sampling = SamplingParams(seed=1, min_tokens=2**31 - 1, ignore_eos=True)
     sampler = written(NewSequence(0, pack_i32([7]), 1, 0, 0, sampling, 9)).sampler
-    assert (sampler.count_rows[0], sampler.num_ends[0], sampler.hide_ends_before[0]) == (-1, 0, 0)
+    assert [int(x) for x in (sampler.count_rows[0], sampler.num_ends[0], sampler.hide_ends_before[0])] == [-1, 0, 0]
     endless = SamplingParams(seed=1, min_tokens=2**31 - 1)
     assert written(NewSequence(0, pack_i32([7]), 1, 0, 0, endless, 9)).sampler.hide_ends_before[0] == 2**31 - 1
 
@@ -164,12 +164,12 @@ def test_step_rows() -> None:
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             assert inputs[:, row].tolist() == [0, 0, -1]
-            assert (rows.seq_lens[row], rows.ks[row], pages[row, 0]) == (0, -1, 0)
+            assert [int(x) for x in (rows.seq_lens[row], rows.ks[row], pages[row, 0])] == [0, -1, 0]
             continue
         chunk = int(row_lengths[row])
         length = chunk if chunk else int(lengths[slot])
         used = -(-length // page_size)
-        assert (rows.seq_lens[row], rows.ks[row]) == (length, ks[slot])
+        assert [int(x) for x in (rows.seq_lens[row], rows.ks[row])] == [length, ks[slot]]
         assert torch.equal(pages[row, :used], table[slot, :used])
         assert bool((pages[row, used:] == -77).all())
         position = length - 1
