@@ -64,9 +64,7 @@ class _Plan:
 class ModelRunner:
     """Forward pass, sampler and the slots' state."""
 
-    def __init__(
-        self, forward: Forward, page_size: int, sampler: Sampler, swap_pool: SwapPool | None = None
-    ) -> None:
+    def __init__(self, forward: Forward, page_size: int, sampler: Sampler, swap_pool: SwapPool | None = None) -> None:
         self._forward = forward
         self._page_size = page_size
         self._sampler = sampler

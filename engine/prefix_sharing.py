@@ -50,10 +50,12 @@ class PrefixSharing:
         if len(pages) < len(keys) and keys[len(pages)] in self._computing:
             if num_swapped < (len(pages) + 1) * self._kv.page_size:
                 return None
-        elif num_swapped == 0 and sequence.request.session is not None:  # with pages on the host it has its own last one
-            if (tail := self._sessions.tail(sequence, len(pages))) is not None:
-                page, sequence.num_tail_tokens = tail
-                pages.append(page)
+            return pages
+        if sequence.request.session is None or num_swapped:  # what is on the host ends in a page of its own
+            return pages
+        if (tail := self._sessions.tail(sequence, len(pages))) is not None:
+            page, sequence.num_tail_tokens = tail
+            pages.append(page)
         return pages
 
     def num_cached(self, sequence: Sequence, pages: list[int]) -> int:

@@ -5,8 +5,8 @@
     resumes      swap_in     it starts with new KV pages, into which come those that the prefix cache has lost meanwhile
     is over      forget      the host pages are free
 
-Whether it is worth it, the costs say (``SwapCosts``): two copies against what the step-time model predicts for computing
-the tokens again. Where the swap space is full, or it is not worth it, the sequence is computed again.
+Whether it is worth it, the costs say (``SwapCosts``): two copies against what the step-time model predicts for
+computing the tokens again. Where the swap space is full, or it is not worth it, the sequence is computed again.
 
 What goes out is everything that is computed, also pages that the prefix cache can find or that others hold. Those are
 free to be given out, or will be, by the time the sequence resumes, and with one page missing in front all those behind

@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         resume_steps=st.sampled_from([32, 0, 3]),
         patience=st.sampled_from([0.0, 0.0, 2e-8]),
         target_itl_ms=st.sampled_from([0.0, 1e-6]),
-        num_host_pages=st.sampled_from([40, 8, 3, 0]),
+        num_host_pages=st.sampled_from([40, 40, 12, 3, 0]),
         swap_bytes_per_second=st.sampled_from([1e30, 1e30, 3e12]),
     )
     def start(
