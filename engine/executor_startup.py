@@ -13,6 +13,7 @@ from typing import Literal, cast
 import torch
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.array_namespace import NumpyNamespace
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
@@ -25,12 +26,15 @@ from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.packed_linear import pack_linears
+from ringserve.engine.page_swaps import SwapInfo, choose_swap_space, make_swap_pool, measure_swaps
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.self_check import TracedModel, check_model
 from ringserve.engine.torch_forward import TorchForward
+from ringserve.engine.transfer_lane import ImmediateLane
 from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import host_level, level_name
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
+from ringserve.kernels.page_copy import gather_pages, scatter_pages
 from ringserve.messages import (
     ExecutorReady,
     NewSequence,
@@ -54,9 +58,11 @@ class Device:
     name: str
     page_size: int
     max_num_batched_tokens: int
+    swap_space: int
+    """Bytes of the host's memory for preempted sequences' pages."""
 
 
-CPU = Device(name="cpu", page_size=64, max_num_batched_tokens=256)
+CPU = Device(name="cpu", page_size=64, max_num_batched_tokens=256, swap_space=0)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Engine:
     model_impl: str
     quantization: str
     instructions: str
+    swap: SwapInfo
 
     def ready(self, load_seconds: float) -> ExecutorReady:
         """The message that everybody waits for."""
@@ -100,6 +107,9 @@ class Engine:
             model_impl=self.model_impl,
             quantization=self.quantization,
             instructions=self.instructions,
+            num_host_pages=self.swap.num_host_pages,
+            bytes_per_page=self.swap.bytes_per_page,
+            swap_bytes_per_second=self.swap.bytes_per_second,
         )
 
 
@@ -169,6 +179,8 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
+    swap_space = choose_swap_space(config.swap_space, device.swap_space, free_memory())
+    swap_pool = make_swap_pool(pool, swap_space, NumpyNamespace(), ImmediateLane(), gather_pages, scatter_pages)
     rows = CpuRowSampler(vocab_size)
     if not rows.is_compiled():
         progress(COMPILING, 0.5)
@@ -194,7 +206,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         else:
             packed = pack_linears(loaded.model)
         forward = TorchForward(loaded.model, _checked(traced).modules, pool)
-    runner = ModelRunner(forward, page_size, sampler)
+    runner = ModelRunner(forward, page_size, sampler, swap_pool)
 
     progress(WARMING_UP, 0.0)
     try:
@@ -224,6 +236,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         model_impl="fast" if fast is not None else "transformers",
         quantization=config.quantization,
         instructions="" if fast is None else level_name(fast.level),
+        swap=measure_swaps(swap_pool),
     )
 
 

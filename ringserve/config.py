@@ -87,6 +87,16 @@ class ExecutorConfig(_Group, frozen=True):
             "max-model-len need, at most 4G and a quarter of the free memory."
         ),
     ] = None
+    swap_space: Annotated[
+        int | None,
+        Meta(
+            ge=0,
+            description="Bytes of the host's memory (suffixes K, M, G allowed) for KV pages of preempted sequences, "
+            "which come back where copying is quicker than computing them again; 0: always compute again. Default: 4G "
+            "on GPUs, at most a quarter of the host's free memory; 0 on CPUs, where a larger kv-cache-memory is the "
+            "better use of it.",
+        ),
+    ] = None
 
 
 class SchedulerConfig(_Group, frozen=True):
