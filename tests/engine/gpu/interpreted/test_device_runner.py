@@ -6,6 +6,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from context_model import Patterns
@@ -16,6 +17,7 @@ from runner_core import RunnerCore
 from ringserve.config import SchedulerConfig
 from ringserve.engine.gpu.device_state import StateWidths
 from ringserve.engine.scheduler_outputs import join_logprobs, split_logprobs
+from ringserve.engine.swap_space import SwapCosts
 from ringserve.messages import (
     LogprobColumns,
     ResumedChoice,
@@ -134,6 +136,20 @@ def test_preempted_sequences_go_on_as_they_would_have(sampling: dict[str, Any]) 
         core.run(requests)
     assert_same(device, cpu)
     assert device.scheduler.num_preemptions > 0
+
+
+def test_sequences_that_are_swapped_go_on_as_they_would_have() -> None:
+    """Their pages come back in the same step that reads them; transfers and compute are as late as they may be."""
+    ready = msgspec.structs.replace(small_ready(num_pages=16, max_num_seqs=4), num_host_pages=20)
+    free_of_charge = SwapCosts(bytes_per_page=1, bytes_per_second=1e30, seconds_per_swap=0.0)
+    core = RunnerCore(device_runner(ready, PATTERNS), ready, swap_costs=free_of_charge)
+    prompts = {i: prompt_of(4 + i, i) for i in range(6)}
+    core.run(greedy(i, prompt, 20) for i, prompt in prompts.items())
+    for i, prompt in prompts.items():
+        assert core.results[i, 0].token_ids == PATTERNS.greedy(prompt, 20)
+    stats = core.scheduler.stats()
+    assert stats.swapped_out_pages > 0
+    assert stats.swapped_in_tokens > 0
 
 
 def test_requests_that_are_aborted_leave_nothing_behind() -> None:
