@@ -34,6 +34,7 @@ from ringserve.engine.gpu.step_buffers import BufferPool, StepBuffers
 from ringserve.engine.gpu.step_inputs import DeviceModel
 from ringserve.engine.gpu.step_plan import StepPlan, pack_chunks, plan_step
 from ringserve.engine.gpu.step_results import logprob_words
+from ringserve.engine.gpu.step_split import split_step
 from ringserve.engine.gpu.step_work import StepWork
 from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import NO_FINITE_LOGIT
@@ -58,6 +59,8 @@ class RunnerLimits:
     max_num_batched_tokens: int
     page_size: int
     vocab_size: int
+    max_prompt_logits: int = 256
+    """Tokens of prompts whose logits are there at once, where log probabilities of prompts are asked for."""
 
     @property
     def sizes(self) -> StepSizes:
@@ -70,6 +73,17 @@ class RunnerLimits:
             max_tokens=self.max_num_batched_tokens,
             vocab_size=self.vocab_size,
         )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step under way."""
+
+    step_id: int
+    received_ns: int
+    started_ns: int
+    flights: list[Flight]
+    """Its parts: usually one."""
 
 
 class DeviceRunner:
@@ -101,7 +115,7 @@ class DeviceRunner:
         self._buckets = graph_buckets(limits.max_num_seqs)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._buffers = BufferPool(device)
-        self._flights: deque[Flight] = deque()
+        self._steps: deque[_Step] = deque()
         self._table = SlotTable()
         self._given = np.zeros(limits.max_num_seqs, dtype=np.int64)
         """Tokens of each slot that the scheduler has sent; the host does not know the others."""
@@ -117,7 +131,7 @@ class DeviceRunner:
     @property
     def num_in_flight(self) -> int:
         """Steps submitted and not collected."""
-        return len(self._flights)
+        return len(self._steps)
 
     @property
     def num_graphs(self) -> int:
@@ -126,7 +140,7 @@ class DeviceRunner:
 
     def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Submit a step, and wait for its result; nothing else may be under way."""
-        if self._flights:
+        if self._steps:
             raise RuntimeError("other steps are under way")
         self.submit(output, received_ns)
         return self.collect()
@@ -138,55 +152,66 @@ class DeviceRunner:
         starting: list[SlotValues] = []
         slots, counts = self._table.apply(output, self._limits.page_size, partial(self._start, starting))
         self._widen(starting)
+        parts = split_step(self._table, slots, counts, self._limits.max_prompt_logits)
+        writes = [piece for values in starting for piece in values.writes(self._state)] + self._page_writes(output)
+        cleared = np.array([values.slot for values in starting if values.counts_tokens], dtype=np.int32)
+        if output.swaps is not None:
+            self._submit(partial(apply_swaps, self._swap_pool, output))
+        flights = []
+        for part_slots, part_counts in parts:
+            flights.append(self._submit_part(part_slots, part_counts, writes, cleared))
+            writes, cleared = [], cleared[:0]
+        self._steps.append(_Step(output.step_id, received_ns, started_ns, flights))
+
+    def _submit_part(
+        self, slots: _Words, counts: _Words, writes: list[tuple[_Words, _Words]], cleared: _Words
+    ) -> Flight:
         plan = plan_step(self._table, self._given, slots, counts, self._limits.vocab_size)
         slots_there, counts_there = slots[plan.order], counts[plan.order]
         buffers = self._buffers.take()
-        work = self._work(output, plan, slots_there, counts_there, starting, buffers)
+        work = self._work(plan, slots_there, counts_there, writes, cleared, buffers)
         self._submit(partial(self._step.run, work))
         buffers.event.record()
         drawing = slots_there[: plan.num_draws]
-        self._flights.append(
-            Flight(
-                step_id=output.step_id,
-                received_ns=received_ns,
-                started_ns=started_ns,
-                buffers=buffers,
-                words=work.results,
-                plan=plan,
-                slots=drawing.tolist(),
-                tenants=self._tenants[drawing].tolist(),
-                ks=self._ks[drawing].tolist(),
-                width=1 + self._state.widths.logprobs if work.num_logprobs else 0,
-                prompt_width=1 + work.prompt_most if plan.wanted_prompt else 0,
-            )
-        )
         self._table.computed[slots] += counts
         self._table.append(drawing, np.zeros(len(drawing), np.int32))  # which tokens, only the device knows
+        return Flight(
+            buffers=buffers,
+            words=work.results,
+            plan=plan,
+            slots=drawing.tolist(),
+            tenants=self._tenants[drawing].tolist(),
+            ks=self._ks[drawing].tolist(),
+            width=1 + self._state.widths.logprobs if work.num_logprobs else 0,
+            prompt_width=1 + work.prompt_most if plan.wanted_prompt else 0,
+        )
 
     def is_ready(self) -> bool:
         """Whether ``collect`` would not wait."""
-        return bool(self._flights) and self._flights[0].buffers.event.is_done()
+        return bool(self._steps) and self._steps[0].flights[-1].buffers.event.is_done()
 
     def collect(self) -> ModelRunnerOutput:
         """The oldest step's result; waits for it. Raises what the device reports where it has failed, IndexError where
         no step is under way."""
-        flight = self._flights[0]
-        flight.buffers.event.synchronize()
-        self._flights.popleft()
-        rows, failed = self._rows_drawn(flight)
-        tokens = flight.tokens
-        logprobs, prompt_logprobs = flight.logprobs(rows), flight.prompt_logprobs()
-        self._buffers.give_back(flight.buffers)
+        step = self._steps[0]
+        last = step.flights[-1]  # only in the last part a token is drawn
+        last.buffers.event.synchronize()
+        self._steps.popleft()
+        rows, failed = self._rows_drawn(last)
+        tokens, logprobs = last.tokens, last.logprobs(rows)
+        prompt_logprobs = [part for flight in step.flights for part in flight.prompt_logprobs()]
+        for flight in step.flights:
+            self._buffers.give_back(flight.buffers)
         sent_ns = time.monotonic_ns()
         # A step begins where the device has nothing older to do.
-        started_ns, self._last_sent_ns = max(flight.started_ns, self._last_sent_ns), sent_ns
+        started_ns, self._last_sent_ns = max(step.started_ns, self._last_sent_ns), sent_ns
         return ModelRunnerOutput(
-            step_id=flight.step_id,
-            slots=pack_i32(flight.slots[row] for row in rows),
+            step_id=step.step_id,
+            slots=pack_i32(last.slots[row] for row in rows),
             token_ids=pack_i32(tokens[row] for row in rows),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            received_ns=flight.received_ns,
+            prompt_logprobs=tuple(prompt_logprobs),
+            received_ns=step.received_ns,
             started_ns=started_ns,
             sent_ns=sent_ns,
             failed_slots=failed,
@@ -205,14 +230,14 @@ class DeviceRunner:
                 self._graph(bucket)
             on_progress(done / total)
         for done, count in enumerate(chunk_tokens):
-            self._submit(partial(self._step.warm_up_chunks, count))
+            self._submit(partial(self._step.warm_up_chunks, count, self._limits.max_prompt_logits))
             on_progress((len(self._buckets) + done) / total)
         self._device.synchronize()
         self._set_padding()
 
     def close(self) -> None:
         """Nothing may be submitted afterwards; steps under way are forgotten."""
-        self._flights.clear()
+        self._steps.clear()
         self._graphs.clear()
 
     # ---------------------------------------------------------------------------------------------- the host's books
@@ -245,17 +270,14 @@ class DeviceRunner:
 
     def _work(
         self,
-        output: SchedulerOutput,
         plan: StepPlan,
         slots: _Words,
         counts: _Words,
-        starting: list[SlotValues],
+        pieces: list[tuple[_Words, _Words]],
+        cleared: _Words,
         buffers: StepBuffers,
     ) -> StepWork:
         """What the device is to do; slots and counts are in its order. Fills the buffers."""
-        pieces = [piece for values in starting for piece in values.writes(self._state)]
-        pieces += self._page_writes(output)
-        cleared = np.array([values.slot for values in starting if values.counts_tokens], dtype=np.int32)
         layout, decode, chunks = None, None, np.empty(0, np.int32)
         if len(slots) > plan.num_decodes:
             layout, chunks = pack_chunks(self._table, plan, slots, counts, self._limits.page_size)
@@ -264,14 +286,14 @@ class DeviceRunner:
                 raise RuntimeError(f"a step of {layout.num_tokens} tokens; there is room for {most}")
             row_lengths = (self._table.computed[slots] + counts).astype(np.int32)
             row_lengths[: plan.num_decodes] = 0
-            pieces += self._rows.writes(self._state, slots, row_lengths)
+            pieces = [*pieces, *self._rows.writes(self._state, slots, row_lengths)]
         elif len(slots):
             rows = len(slots) if self._enforce_eager else bucket_of(self._buckets, len(slots))
             # Before the rows are written: a graph that has to be captured first makes padding of them.
             decode = partial(self._step.decode, rows) if self._enforce_eager else self._graph(rows)
             padded = np.full(rows, -1, dtype=np.int32)
             padded[: len(slots)] = slots
-            pieces += self._rows.writes(self._state, padded, np.zeros(rows, np.int32))
+            pieces = [*pieces, *self._rows.writes(self._state, padded, np.zeros(rows, np.int32))]
         writes = _joined(pieces)
         inputs = buffers.inputs(writes.size + len(cleared) + len(chunks))
         np.concatenate([writes.reshape(-1), cleared, chunks], out=inputs.numpy())
@@ -291,7 +313,6 @@ class DeviceRunner:
             num_draws=plan.num_draws,
             num_logprobs=num_logprobs,
             prompt_most=prompt_most,
-            swap=partial(apply_swaps, self._swap_pool, output) if output.swaps is not None else None,
         )
 
     def _submit(self, work: Callable[[], None]) -> None:
@@ -339,7 +360,7 @@ class DeviceRunner:
         rows = [row for row in rows if flight.tenants[row] not in self._failed]
         gone = [row for row in rows if tokens[row] < 0]
         self._failed.update(flight.tenants[row] for row in gone)
-        if not self._flights:  # those that have left can have no row any more
+        if not self._steps:  # those that have left can have no row any more
             self._failed.intersection_update(self._tenants.tolist())
         failed = tuple([(flight.slots[row], NO_FINITE_LOGIT) for row in gone])
         return [row for row in rows if tokens[row] >= 0], failed

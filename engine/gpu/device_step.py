@@ -101,8 +101,6 @@ class DeviceStep:
 
     def run(self, work: StepWork) -> None:
         """A whole step, from the host's words to the results on the host."""
-        if work.swap is not None:
-            work.swap()
         sizes = [2 * work.num_writes, work.num_cleared]
         words = torch.empty(len(work.inputs), dtype=torch.int32, device=self._device)
         if len(words):
@@ -133,7 +131,7 @@ class DeviceStep:
         self._state.row_slots.fill_(-1)
         self._state.row_lengths.zero_()
 
-    def warm_up_chunks(self, num_tokens: int) -> None:
+    def warm_up_chunks(self, num_tokens: int, most_logits: int) -> None:
         """A step of about so many tokens: prompts that lie nowhere, beside a row of padding that decodes. It compiles
         what such steps need, and takes as much memory as they do. Touches no page but the reserved one; slot 0 must
         never have been used."""
@@ -146,9 +144,10 @@ class DeviceStep:
         self._state.row_slots[first : first + len(lens)].zero_()
         self._state.row_lengths[first : first + len(lens)].fill_(longest)
         starts = [0, *accumulate(lens)]
-        wanted = [*range(first), total + first - 1]
+        num_logits = min(total, most_logits)
+        wanted = [*range(first), *range(first + total - num_logits, first + total)]
         words = [*[0] * total, *[position for n in lens for position in range(n)], *[-1] * total, *starts, *wanted]
-        words += [*[-1] * first, 0] * 2
+        words += [*[-1] * first, *[0] * num_logits] * 2
         layout = ChunkLayout(first, first, tuple(lens), len(wanted))
         packed = torch.tensor(words, dtype=torch.int32).to(self._device)
         self._run_chunks(layout, packed, self._state.widths.logprobs)

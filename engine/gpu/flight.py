@@ -1,4 +1,4 @@
-"""A step that was submitted and not yet collected: what the host remembers of it, and its results once they came."""
+"""Work that was submitted and not yet collected: what the host remembers of it, and its results once they came."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from ringserve.messages import LogprobColumns, SlotPromptLogprobs
 class Flight:
     """Lists are in the order of the rows that draw, as the device has them."""
 
-    step_id: int
-    received_ns: int
-    started_ns: int
     buffers: StepBuffers
     words: torch.Tensor
     """Its results: tokens, then the rows' log probabilities, then the prompts'. There once the event is over."""

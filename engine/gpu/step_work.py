@@ -69,5 +69,3 @@ class StepWork:
     """Rows that log probabilities are reported of: all that draw, or none."""
     prompt_most: int
     """Likely tokens of a prompt's token for which there is room."""
-    swap: Callable[[], None] | None
-    """Asks for pages that go out and come in before anything else."""

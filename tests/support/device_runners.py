@@ -22,7 +22,12 @@ PAGE_SIZE = 4
 def limits_of(ready: ExecutorReady) -> RunnerLimits:
     """The same numbers for the runner."""
     return RunnerLimits(
-        ready.max_num_seqs, ready.max_model_len, ready.max_num_batched_tokens, ready.page_size, ready.vocab_size
+        ready.max_num_seqs,
+        ready.max_model_len,
+        ready.max_num_batched_tokens,
+        ready.page_size,
+        ready.vocab_size,
+        max_prompt_logits=12,
     )
 
 

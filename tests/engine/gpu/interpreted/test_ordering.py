@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from context_model import Patterns
@@ -19,7 +21,9 @@ from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.gpu.device_runner import DeviceRunner
 from ringserve.engine.gpu.graphs import bucket_of, graph_buckets
 from ringserve.engine.gpu.step_buffers import BufferPool, StepBuffers
-from ringserve.messages import unpack_i32
+from ringserve.engine.gpu.step_split import split_step
+from ringserve.engine.slot_table import SlotTable
+from ringserve.messages import NewSequence, SamplingParams, pack_i32, unpack_i32
 
 PATTERNS = Patterns(VOCAB_SIZE)
 
@@ -151,3 +155,32 @@ def test_the_host_waits_for_nothing_while_it_submits() -> None:
     assert output.logprobs is not None
     assert [part.slot for part in output.prompt_logprobs] == [0, 1, 2]
     assert len(unpack_i32(runner.collect().slots)) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_in_parts_is_the_same_step(seed: int) -> None:
+    """Each part has no more tokens that ask than allowed; together they are the step."""
+    random = Random(seed)
+    table = SlotTable()
+    count = random.randint(1, 5)
+    for slot in range(count):
+        sampling = SamplingParams(seed=0, prompt_logprobs=random.choice([-1, 0, 3]))
+        table.start(
+            NewSequence(slot, pack_i32(range(40)), 40, random.randint(0, 20), random.choice([0, 0, 1]), sampling, 5)
+        )
+    slots = np.array(random.sample(range(count), count), dtype=np.int32)
+    counts = np.array([random.choice([1, 20, random.randint(1, 20)]) for _ in slots], dtype=np.int32)
+    most = random.choice([5, 7, 100])
+    parts = split_step(table, slots, counts, most)
+    total = dict.fromkeys(range(count), 0)
+    for part_slots, part_counts in parts:
+        for slot, part in zip(part_slots.tolist(), part_counts.tolist(), strict=True):
+            assert part >= 1
+            total[slot] += part
+        asking = [int(n) for slot, n in zip(part_slots, part_counts, strict=True) if table.wants_prompt[slot]]
+        assert sum(asking) <= max(most, len(asking))
+    assert total == dict(zip(slots.tolist(), counts.tolist(), strict=True))
+    assert parts[-1][0].tolist() == slots.tolist()
+    if sum(int(n) for slot, n in zip(slots, counts, strict=True) if table.wants_prompt[slot]) <= most:
+        assert len(parts) == 1
+    assert len(split_step(table, slots[:0], counts[:0], most)) == 1
