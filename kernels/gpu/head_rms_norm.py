@@ -4,8 +4,8 @@
 
     x = round(x / sqrt(mean(x**2) + eps)) * w        for every head of q with w_q, of k with w_k (Qwen3)
 
-Shapes: q ``[T, H, D]`` and k ``[T, KVH, D]``, which may be views into one fused projection, of one type with stride 1 in
-the last dimension; w_q, w_k ``[D]``. Sums in float32; the roundings are those of transformers' module, as in
+Shapes: q ``[T, H, D]`` and k ``[T, KVH, D]``, which may be views into one fused projection, of one type with stride 1
+in the last dimension; w_q, w_k ``[D]``. Sums in float32; the roundings are those of transformers' module, as in
 ``add_rms_norm``, whose reference is this kernel's too.
 """
 
