@@ -103,8 +103,8 @@ def quantise_decoder(
     quantise: Callable[[torch.Tensor, torch.Tensor | None], DeviceLinear],
     progress: Callable[[float], None],
 ) -> None:
-    """Replace each linear layer by what ``quantise`` makes of its weight and bias. The plain weights are given up one by
-    one, so that both kinds never lie in memory together: ``model`` cannot compute any more."""
+    """Replace each linear layer by what ``quantise`` makes of its weight and bias. The plain weights are given up one
+    by one, so that both kinds never lie in memory together: ``model`` cannot compute any more."""
     causal: Any = model
 
     def small(plain: DeviceLinear, *parts: nn.Linear) -> DeviceLinear:

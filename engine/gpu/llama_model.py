@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import embedding
 
 from ringserve.engine.gpu.decoder_weights import DecoderWeights
-from ringserve.engine.gpu.paged_layers import DeviceFacts, PagedLayers, StepBlocks
+from ringserve.engine.gpu.device import Device
+from ringserve.engine.gpu.paged_layers import PagedLayers, StepBlocks
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.kernels.gpu.add_rms_norm import add_rms_norm
@@ -35,7 +36,7 @@ class LlamaModel:
         rotary: tuple[torch.Tensor, torch.Tensor],
         windows: Sequence[int],
         pool: KVPool,
-        device: DeviceFacts,
+        device: Device,
         max_rows: int,
     ) -> None:
         """``rotary``: float32 cos and sin [positions, head_dim / 2], of every position that will be served;
@@ -56,7 +57,7 @@ class LlamaModel:
         tokens = len(inputs.token_ids)
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
-        blocks = StepBlocks(inputs.chunk_lens, self._device.torch)
+        blocks = StepBlocks(inputs.chunk_lens, self._device.torch_device)
         residual = embedding(inputs.token_ids, weights.embedding)
         hidden = torch.empty_like(residual)
         add_rms_norm(residual, None, weights.layers[0].input_norm, shape.eps, hidden)

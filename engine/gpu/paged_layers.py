@@ -1,36 +1,18 @@
 """Attention of a step through the pages of a device: rows that decode by one kernel, rows with chunks by the other.
 
-Both ways of computing a model (``llama_model``, ``transformers_model``) come here with a layer's queries. It knows pages
-and rows, no weights.
+Both ways of computing a model (``llama_model``, ``transformers_model``) come here with a layer's queries. It knows
+pages and rows, no weights.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from ringserve.engine.gpu.device import Device
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool
-from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.paged_decode import DecodeScratch, choose_splits, decode_config, paged_decode
 from ringserve.kernels.gpu.paged_prefill import PrefillBlocks, paged_prefill, prefill_blocks, prefill_config
-
-
-class DeviceFacts(Protocol):
-    """What kernels are configured by."""
-
-    @property
-    def torch(self) -> torch.device:
-        """The device."""
-
-    @property
-    def architecture(self) -> Architecture:
-        """Whose configurations the kernels get."""
-
-    @property
-    def num_multiprocessors(self) -> int:
-        """Which launches are to fill."""
 
 
 class StepBlocks:
@@ -60,22 +42,25 @@ class StepBlocks:
 class PagedLayers:
     """Attention over ``pool``; one step at a time."""
 
-    def __init__(self, pool: KVPool, device: DeviceFacts, max_rows: int) -> None:
+    def __init__(self, pool: KVPool, device: Device, max_rows: int) -> None:
         self.pool = pool
-        self._device = device
+        self._device = device.torch_device
+        self._architecture = device.architecture
+        self._num_multiprocessors = device.num_multiprocessors
         self._max_rows = max_rows
-        self._values = torch.empty(0, dtype=torch.float32, device=device.torch)
-        self._log_sums = torch.empty(0, dtype=torch.float32, device=device.torch)
+        self._values = torch.empty(0, dtype=torch.float32, device=self._device)
+        self._log_sums = torch.empty(0, dtype=torch.float32, device=self._device)
 
     def reserve(self, heads: int, kv_heads: int, value_dim: int) -> None:
         """Scratch for layers of these sizes. It stays where it is from then on, as captured graphs want it."""
-        multiprocessors = self._device.num_multiprocessors
-        runs = max(rows * choose_splits(rows, kv_heads, multiprocessors) for rows in range(1, self._max_rows + 1))
+        runs = max(
+            rows * choose_splits(rows, kv_heads, self._num_multiprocessors) for rows in range(1, self._max_rows + 1)
+        )
         runs *= heads
         if runs > self._log_sums.numel():
-            self._log_sums = torch.empty(runs, dtype=torch.float32, device=self._device.torch)
+            self._log_sums = torch.empty(runs, dtype=torch.float32, device=self._device)
         if runs * value_dim > self._values.numel():
-            self._values = torch.empty(runs * value_dim, dtype=torch.float32, device=self._device.torch)
+            self._values = torch.empty(runs * value_dim, dtype=torch.float32, device=self._device)
 
     def attend(
         self,
@@ -94,7 +79,6 @@ class PagedLayers:
         scales = self.pool.scales(layer)
         heads, kv_heads, value_dim = q.shape[1], keys.shape[1], values.shape[3]
         decodes = inputs.num_decodes
-        architecture = self._device.architecture
         if decodes:
             paged_decode(
                 q[:decodes],
@@ -105,13 +89,13 @@ class PagedLayers:
                 scale,
                 out[:decodes],
                 self._scratch(decodes, heads, kv_heads, value_dim),
-                decode_config(architecture, keys, value_dim),
+                decode_config(self._architecture, keys, value_dim),
                 scales=scales,
                 window=window,
                 softcap=softcap,
             )
         if inputs.chunk_lens:
-            config = prefill_config(architecture, keys, value_dim)
+            config = prefill_config(self._architecture, keys, value_dim)
             paged_prefill(
                 q[decodes:],
                 keys,
@@ -129,7 +113,7 @@ class PagedLayers:
             )
 
     def _scratch(self, rows: int, heads: int, kv_heads: int, value_dim: int) -> DecodeScratch:
-        splits = choose_splits(rows, kv_heads, self._device.num_multiprocessors)
+        splits = choose_splits(rows, kv_heads, self._num_multiprocessors)
         runs = rows * heads * splits
         if rows > self._max_rows or runs > self._log_sums.numel() or runs * value_dim > self._values.numel():
             self._max_rows = max(rows, self._max_rows)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ringserve.engine.attention import AttentionOptions, index_layers
-from ringserve.engine.gpu.paged_layers import DeviceFacts, PagedLayers, StepBlocks
+from ringserve.engine.gpu.device import Device
+from ringserve.engine.gpu.paged_layers import PagedLayers, StepBlocks
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.model_error import ModelError
@@ -27,7 +28,7 @@ MAX_GROUP = 16
 
 
 class NoRotation:
-    """Tables with which ``rope_kv_write`` writes keys as they are: one angle of zero, at one position for all tokens."""
+    """Tables with which ``rope_kv_write`` writes keys as they are: an angle of zero, one position for all tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self.cos = torch.ones(1, 1, dtype=torch.float32, device=device)
@@ -71,9 +72,7 @@ class DeviceContext:
             scales=pool.scales(layer),
         )
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        self.paged.attend(
-            layer, query, out, self.inputs, self.blocks, options.scale, options.window, options.softcap
-        )
+        self.paged.attend(layer, query, out, self.inputs, self.blocks, options.scale, options.window, options.softcap)
         return out
 
 
@@ -87,7 +86,7 @@ class TransformersModel:
         model: nn.Module,
         attention_modules: Sequence[nn.Module],
         pool: KVPool,
-        device: DeviceFacts,
+        device: Device,
         max_rows: int,
     ) -> None:
         """``attention_modules`` in the order of the pool's layers; ``max_rows``: sequences that decode in one step."""
@@ -95,7 +94,7 @@ class TransformersModel:
         self._index_of: Mapping[nn.Module, int] = index_layers(attention_modules)
         self._paged = PagedLayers(pool, device, max_rows)
         self._device = device
-        self._no_rotation = NoRotation(device.torch)
+        self._no_rotation = NoRotation(device.torch_device)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -104,7 +103,7 @@ class TransformersModel:
             self._paged,
             self._index_of,
             inputs,
-            StepBlocks(inputs.chunk_lens, self._device.torch),
+            StepBlocks(inputs.chunk_lens, self._device.torch_device),
             self._no_rotation,
         )
         logits: torch.Tensor = self._model(
