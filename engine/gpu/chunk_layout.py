@@ -1,0 +1,43 @@
+"""What the host knows of a step with chunks, as packed words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """A step with chunks: how many of what, and where it lies in the packed words.
+
+    ::
+
+        | token ids, positions, slots [3, chunk tokens] | chunk starts | wanted | prompt tokens | prompt ks |
+    """
+
+    num_decodes: int
+    num_draws: int
+    """Rows that draw a token: the first ones."""
+    chunk_lens: tuple[int, ...]
+    num_wanted: int
+    """Tokens whose logits are wanted: first of the rows that draw, then those that prompt log probabilities are
+    of."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + len(self.chunk_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + sum(self.chunk_lens)
+
+    @property
+    def num_prompt_logits(self) -> int:
+        return self.num_wanted - self.num_draws
+
+    def split(self, words: torch.Tensor) -> list[torch.Tensor]:
+        """The parts."""
+        sizes = [3 * sum(self.chunk_lens), len(self.chunk_lens) + 1, self.num_wanted]
+        sizes += [self.num_wanted if self.num_prompt_logits else 0] * 2
+        return list(torch.split(words, sizes))
