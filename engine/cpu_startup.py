@@ -52,6 +52,8 @@ def build_cpu_engine(
     where the model cannot be served as asked."""
     config = settings.config
     check_threads(max(threads, fast_threads))
+    if config.quantization == "fp8":
+        raise ModelError("--quantization fp8 is for GPUs; use int8 on this CPU, or leave it out")
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
     with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
@@ -138,6 +140,7 @@ def build_cpu_engine(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
+        kv_dtype=dtype,
         device=device.name,
         architecture=loaded.architecture,
         defaults=loaded.defaults,

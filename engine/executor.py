@@ -23,7 +23,7 @@ from ringserve.engine.processors import usable_processors
 from ringserve.messages import LoadProgress, Progress, SchedulerOutput, Started, StartFailed
 
 if TYPE_CHECKING:
-    from ringserve.engine.model_runner import ModelRunner
+    from ringserve.engine.ready_engine import Runner
 
 SCHEDULER = "scheduler"
 """The neighbour."""
@@ -50,7 +50,7 @@ class Executor:
         self._to_scheduler = context.outboxes[SCHEDULER]
         self._steps: deque[tuple[SchedulerOutput, int]] = deque()
         """Steps to run, each with the time it came."""
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
 
     def startup(self) -> None:
         """Load, check and warm up; on a model that cannot be served, tell the supervisor why and exit."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from ringserve.engine.model_runner import ModelRunner
 from ringserve.messages import (
     ExecutorReady,
+    ModelRunnerOutput,
     NewSequence,
     SamplingDefaults,
     SamplingParams,
@@ -15,11 +16,21 @@ from ringserve.messages import (
 )
 
 
+class Runner(Protocol):
+    """Runs steps, on any device."""
+
+    def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
+        """Run one step. A message that does not fit the slots' state raises: the two processes disagree."""
+
+    def close(self) -> None:
+        """Give back what it holds. Nothing may be executed afterwards."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """A loaded, checked and warmed up model."""
 
-    runner: ModelRunner
+    runner: Runner
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -28,6 +39,7 @@ class Engine:
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
+    kv_dtype: str
     device: str
     architecture: str
     defaults: SamplingDefaults
@@ -47,7 +59,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             architecture=self.architecture,
             defaults=self.defaults,
@@ -59,7 +71,7 @@ class Engine:
         )
 
 
-def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
+def warm_up(runner: Runner, page_size: int, capacity: int) -> None:
     """Run a short prompt and a decode through slot 0 and page 1, then free the slot: libraries set themselves up at
     their first call, and the first request should not wait for that."""
     num_tokens = min(page_size - 1, capacity - 1, 8)

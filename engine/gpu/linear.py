@@ -7,10 +7,12 @@ than a matrix product would after writing the whole weight out; beyond that the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from ringserve.kernels.gpu.architecture import Architecture
@@ -106,3 +108,41 @@ class QuantizedLinear:
         """The weight in ``dtype``; codes are exact in any of the types, the product is rounded once."""
         codes = self.codes.view(torch.float8_e4m3fn) if self._kind is KVFormat.E4M3 else self.codes
         return codes.to(dtype).mul_(self.scales[:, None])
+
+
+class QuantizedModule(nn.Module):
+    """In the place of a plain ``nn.Linear`` of transformers' code."""
+
+    def __init__(self, quantized: QuantizedLinear, plain: nn.Linear) -> None:
+        super().__init__()
+        self._linear = quantized
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        # Modelling code asks weights for their type.
+        self.weight = nn.Parameter(torch.empty_like(plain.weight, device="meta"), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def quantise_modules(
+    model: nn.Module,
+    quantise: Callable[[torch.Tensor, torch.Tensor | None], QuantizedLinear],
+    progress: Callable[[float], None],
+) -> None:
+    """Replace every plain ``nn.Linear`` in place. Modules that only derive from it may do more than a product and
+    stay, as do experts kept in one tensor."""
+    # Under all its names: a module that is used in two places is quantised once, and replaced twice.
+    found = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], child)
+        for name, child in model.named_modules(remove_duplicate=False)
+        if name and type(child) is nn.Linear
+    ]
+    made: dict[int, QuantizedModule] = {}
+    for done, (parent, name, child) in enumerate(found, start=1):
+        if id(child) not in made:
+            made[id(child)] = QuantizedModule(
+                quantise(child.weight.data, None if child.bias is None else child.bias.data), child
+            )
+            child.weight = made[id(child)].weight  # its memory is free from here on
+        setattr(parent, name, made[id(child)])
+        progress(done / len(found))

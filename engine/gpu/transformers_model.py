@@ -19,7 +19,7 @@ from ringserve.engine.gpu.device import Device
 from ringserve.engine.gpu.paged_layers import PagedLayers, StepBlocks
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool, LayerKV
-from ringserve.engine.model_error import ModelError
+from ringserve.engine.model_error import UnsupportedDeviceError
 from ringserve.kernels.gpu.rope_kv_write import rope_kv_write
 
 MAX_HEAD_DIM = 256
@@ -56,7 +56,7 @@ class DeviceContext:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         if options.sinks is not None:
-            raise ModelError("attention with sinks is not supported on GPUs; use --device cpu")
+            raise UnsupportedDeviceError("attention with sinks is not supported on GPUs; use --device cpu")
         query, key, value = _dense(query), _dense(key), _dense(value)
         layer = self.index_of[module]
         pool = self.paged.pool
@@ -117,10 +117,10 @@ class TransformersModel:
 
 
 def check_layers(layers: Sequence[LayerKV]) -> None:
-    """Raises ModelError for layers that the kernels do not take."""
+    """Raises UnsupportedDeviceError for layers that the kernels do not take."""
     for layer in layers:
         if max(layer.key_dim, layer.value_dim) > MAX_HEAD_DIM or layer.key_dim < 2:
-            raise ModelError(
+            raise UnsupportedDeviceError(
                 f"heads of {layer.key_dim} and {layer.value_dim} dimensions are not supported on GPUs (at most "
                 f"{MAX_HEAD_DIM}); use --device cpu"
             )
