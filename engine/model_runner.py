@@ -13,6 +13,7 @@ the result.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,13 +61,33 @@ class _Plan:
 
 
 class ModelRunner:
-    """Forward pass, sampler and the slots' state."""
+    """Forward pass, sampler and the slots' state. As a ``Runner`` it computes a step as it is submitted."""
+
+    max_in_flight = 1
 
     def __init__(self, forward: Forward, page_size: int, sampler: Sampler) -> None:
         self._forward = forward
         self._page_size = page_size
         self._sampler = sampler
         self._table = SlotTable()
+        self._results: deque[ModelRunnerOutput] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Results that were not collected."""
+        return len(self._results)
+
+    def submit(self, output: SchedulerOutput, received_ns: int = 0) -> None:
+        """Run one step."""
+        self._results.append(self.execute(output, received_ns))
+
+    def is_ready(self) -> bool:
+        """Whether there is a result."""
+        return bool(self._results)
+
+    def collect(self) -> ModelRunnerOutput:
+        """The oldest result."""
+        return self._results.popleft()
 
     def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Run one step. A message that does not fit the slots' state raises: the two processes disagree."""

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.runner import Runner
 from ringserve.messages import (
     ExecutorReady,
-    ModelRunnerOutput,
     NewSequence,
     SamplingDefaults,
     SamplingParams,
     SchedulerOutput,
     pack_i32,
 )
-
-
-class Runner(Protocol):
-    """Runs steps, on any device."""
-
-    def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
-        """Run one step. A message that does not fit the slots' state raises: the two processes disagree."""
-
-    def close(self) -> None:
-        """Give back what it holds. Nothing may be executed afterwards."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Engine:
         )
 
 
-def warm_up(runner: Runner, page_size: int, capacity: int) -> None:
+def warm_up(runner: ModelRunner, page_size: int, capacity: int) -> None:
     """Run a short prompt and a decode through slot 0 and page 1, then free the slot: libraries set themselves up at
     their first call, and the first request should not wait for that."""
     num_tokens = min(page_size - 1, capacity - 1, 8)

@@ -85,7 +85,8 @@ class DeviceStep:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._inputs = ints(3, max(sizes.max_tokens, rows))
-        self._rows = RowArrays(*self._inputs, ints(rows), ints(rows, sizes.max_pages), ints(rows))
+        token_ids, positions, slot_mapping = self._inputs
+        self._rows = RowArrays(token_ids, positions, slot_mapping, ints(rows), ints(rows, sizes.max_pages), ints(rows))
         self._no_chunks = ints(1)
         self._processed = torch.empty(rows, sizes.vocab_size, dtype=torch.float32, device=device)
         self.tokens = ints(rows)
@@ -113,13 +114,13 @@ class DeviceStep:
         self._state.row_lengths.zero_()
 
     def warm_up_chunks(self, num_tokens: int) -> None:
-        """A step with about so many tokens of prompts that lie nowhere, beside a row of padding that decodes: compiles
+        """A step of about so many tokens: prompts that lie nowhere, beside a row of padding that decodes. It compiles
         what such steps need, and takes as much memory as they do. Touches no page but the reserved one; slot 0 must
         never have been used."""
         sizes = self._sizes
-        first = min(1, sizes.num_rows - 1)
-        longest = min(num_tokens, sizes.max_pages * sizes.page_size)
-        lens = [longest] * min(num_tokens // longest, sizes.num_rows - first)
+        first = 1 if sizes.num_rows > 1 and num_tokens > 1 else 0
+        longest = min(num_tokens - first, sizes.max_pages * sizes.page_size)
+        lens = [longest] * min((num_tokens - first) // longest, sizes.num_rows - first)
         total = sum(lens)
         self.pad_rows()
         self._state.row_slots[first : first + len(lens)].zero_()
