@@ -54,7 +54,10 @@ class ModelConfig(_Group, frozen=True):
 class ExecutorConfig(_Group, frozen=True):
     """Execution and KV cache"""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Where the model runs. auto: on a GPU where there is one that can serve it, else on the CPU."),
+    ] = "auto"
     model_impl: Annotated[
         Literal["auto", "fast", "transformers"],
         Meta(
@@ -63,9 +66,19 @@ class ExecutorConfig(_Group, frozen=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"],
-        Meta(description="int8: weights in 8 bits, one scale for each output channel, quantised at load."),
+        Literal["none", "int8", "fp8"],
+        Meta(
+            description="int8: weights in 8 bits, one scale for each output channel, quantised at load; fp8: the same "
+            "as float8 e4m3, on GPUs."
+        ),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        Meta(
+            description="Type of keys and values. int8: 8 bits, one scale for each token and kv head, about twice as "
+            "many tokens in the same memory; fp8: the same as float8 e4m3, on GPUs; auto: the model's type."
+        ),
+    ] = "auto"
     threads: Annotated[
         Positive | None,
         Meta(
@@ -83,8 +96,9 @@ class ExecutorConfig(_Group, frozen=True):
     kv_cache_memory: Annotated[
         Positive | None,
         Meta(
-            description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of "
-            "max-model-len need, at most 4G and a quarter of the free memory."
+            description="Bytes for the KV cache (suffixes K, M, G allowed). Default on CPUs: what max-num-seqs "
+            "sequences of max-model-len need, at most 4G and a quarter of the free memory; on GPUs: see "
+            "--gpu-memory-utilization."
         ),
     ] = None
     swap_space: Annotated[
@@ -97,6 +111,18 @@ class ExecutorConfig(_Group, frozen=True):
             "better use of it.",
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Part of a GPU's memory that may be in use, by this server and others: the KV cache gets what "
+            "weights and the largest step leave of it.",
+        ),
+    ] = 0.9
+    enforce_eager: Annotated[bool, Meta(description="On GPUs: launch every kernel of a step, use no CUDA graphs.")] = (
+        False
+    )
 
 
 class SchedulerConfig(_Group, frozen=True):
@@ -107,7 +133,7 @@ class SchedulerConfig(_Group, frozen=True):
         Positive | None,
         Meta(
             description="Tokens computed in one step (prompt chunks and decodes together). "
-            "Default: the device's (256 on CPUs)."
+            "Default: the device's (256 on CPUs, 2048 on GPUs)."
         ),
     ] = None
     scheduling_policy: Annotated[

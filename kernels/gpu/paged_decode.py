@@ -291,7 +291,7 @@ def paged_decode(
     batch, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
     splits = scratch.log_sums.shape[2]
-    k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
+    k_scales, v_scales = scales if scales is not None else (k_pages, v_pages)  # not looked at
     cap = softcap if softcap is not None else 1.0
     window_size = window if window is not None else 0
     block_dv = max(16, triton.next_power_of_2(value_dim))

@@ -251,7 +251,7 @@ def paged_prefill(
     """
     _, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
-    k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
+    k_scales, v_scales = scales if scales is not None else (k_pages, v_pages)  # not looked at
     cap = softcap if softcap is not None else 1.0
     _prefill[(blocks.sequences.shape[0], kv_heads)](
         q,

@@ -187,7 +187,7 @@ def test_steps_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     def too_large(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ringserve.engine.executor_startup.FastForward", too_large)
+    monkeypatch.setattr("ringserve.engine.cpu_startup.FastForward", too_large)
     assert "--max-num-batched-tokens" in failure(path, **wanted)
 
 
