@@ -222,6 +222,8 @@ class DeviceRunner:
         reserved one, and no slot. Nothing may be under way, and nobody in a slot."""
         chunk_tokens = warm_up_tokens(self._limits.max_num_batched_tokens)
         total = len(self._buckets) + len(chunk_tokens)
+        (address,), (word,) = self._state.writes("lengths", 0, 0)
+        self._submit(partial(self._step.warm_up_writes, int(address), int(word)))
         self._set_padding()
         for done, bucket in enumerate(reversed(self._buckets)):
             if self._enforce_eager:

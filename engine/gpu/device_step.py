@@ -153,6 +153,11 @@ class DeviceStep:
         self._run_chunks(layout, packed, self._state.widths.logprobs)
         self.pad_rows()
 
+    def warm_up_writes(self, address: int, word: int) -> None:
+        """A write, of slot 0, which nobody has."""
+        writes = torch.tensor([[address, word]], dtype=torch.int32).to(self._device)
+        self._write(writes, torch.zeros(1, dtype=torch.int32, device=self._device))
+
     def decode(self, rows: int) -> None:
         """One token for each of the first rows. To be captured: nothing but the number of rows is the host's."""
         self._read_rows(rows)
