@@ -52,7 +52,7 @@ def check_head_rms_norm(seed: int, device: str) -> Outcome:
     dim = random.choice([16, 24, 64, 80, 128, 256])
     columns = (heads + 2 * kv_heads) * dim
     fused = _rows(tokens, columns, random.choice([0, 8]), dtype, generator, device)
-    q, k, v = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    q, k, v = torch.split(fused, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     weights = [torch.randn(dim, generator=generator).to(dtype) for _ in range(2)]
     expected = torch.cat(
         [

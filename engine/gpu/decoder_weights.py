@@ -157,7 +157,7 @@ def _fused(parts: Sequence[nn.Linear], device: torch.device) -> PlainLinear:
     return PlainLinear(weight, bias)
 
 
-def _view(place: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+def _view(place: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
     if not old.is_meta:
         place.copy_(old.data)
     return nn.Parameter(place, requires_grad=False)

@@ -111,7 +111,9 @@ def collect_facts() -> GpuFacts:
 
     driver = _driver_cuda()
     torch_cuda = _pair(torch.version.cuda) if torch.version.cuda is not None else None
-    devices, capability, architectures = 0, None, ()
+    devices = 0
+    capability: tuple[int, int] | None = None
+    architectures: tuple[str, ...] = ()
     if driver is not None and torch_cuda is not None and torch_cuda[0] <= driver[0]:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if devices:

@@ -76,7 +76,7 @@ class QuantizedLinear:
         scratch: Scratch,
     ) -> None:
         outputs, inputs = weight.shape
-        parts = [quantize_weight(part, kind) for part in weight.split(QUANTISED_ROWS)]
+        parts = [quantize_weight(part, kind) for part in torch.split(weight, QUANTISED_ROWS)]
         self.codes = torch.cat([codes for codes, _ in parts])
         self.scales = torch.cat([scales for _, scales in parts])
         self.bias = bias

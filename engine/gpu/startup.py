@@ -142,7 +142,8 @@ def _checked_model(
     device: Device,
     progress: Progress,
 ) -> ServedModel:
-    """The compact forward where it applies and gives the model's logits, else transformers' code; in 8 bits if asked."""
+    """The compact forward where it applies and gives the model's logits, else transformers' code; in 8 bits
+    if asked."""
     config, loaded, max_rows = settings.config, weights.loaded, settings.max_num_seqs
     reason = weights.reason
     if weights.decoder is not None:

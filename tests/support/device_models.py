@@ -9,29 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import SERVED, make_checkpoint
+from checkpoints import SERVED, VOCAB_SIZE, make_checkpoint
 
 from ringserve.config import ModelSource
 from ringserve.engine.array_namespace import KVDType
+from ringserve.engine.attention import ATTENTION_NAME
 from ringserve.engine.gpu.decoder_weights import (
-    DecoderWeights,
     gpu_shape,
     place_decoder,
     quantise_decoder,
     rotary_tables,
 )
 from ringserve.engine.gpu.device import HostDevice
-from ringserve.engine.gpu.device_check import NUM_PAGES
-from ringserve.engine.gpu.linear import QuantizedLinear, Scratch
+from ringserve.engine.gpu.device_check import NUM_PAGES, compute_logits
 from ringserve.engine.gpu.llama_model import LlamaModel, decoder_layers
+from ringserve.engine.gpu.served_model import quantiser
+from ringserve.engine.gpu.step_inputs import DeviceModel
 from ringserve.engine.gpu.transformers_model import TransformersModel
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.model_loader import LoadedModel, load_model
-from ringserve.kernels.gpu.kv_format import KVFormat
 
 DEVICE = HostDevice()
 MOST_POSITIONS = 128
-KINDS = {"int8": KVFormat.INT8, "fp8": KVFormat.E4M3}
+LENGTHS = (13, 7)
+STEPS = (((0, 6), (0, 5)), ((6, 12), (5, 6)), ((12, 13), (6, 7)))
+PAGE_SIZE = 8
+"""Of two sequences: chunks packed; a later chunk beside a decode; decodes alone. Short: a tile takes 30 ms."""
 KV_DTYPES: Mapping[str, KVDType] = {"int8": "int8", "fp8": "float8"}
 
 
@@ -45,23 +48,23 @@ def tiny(name: str, **changes: Any) -> tuple[str, dict[str, Any]]:
 FAMILY = {
     "llama": tiny("llama"),
     "llama-tied-biases": tiny("llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "llama-rope-llama3": tiny("llama-rope-llama3"),
-    "llama-rope-yarn": tiny("llama-rope-yarn"),
-    "llama-multi-query": tiny("llama", num_key_value_heads=1, head_dim=32),
+    "llama-rope-llama3": tiny("llama-rope-llama3", num_hidden_layers=1),
+    "llama-rope-yarn": tiny("llama-rope-yarn", num_hidden_layers=1),
+    "llama-multi-query": tiny("llama", num_hidden_layers=1, num_key_value_heads=1, head_dim=32),
     "qwen2": tiny("qwen2"),
     "qwen2-sliding": tiny("qwen2-sliding", max_window_layers=1),
     "qwen3": tiny("qwen3", head_dim=48),
-    "mistral": tiny("mistral"),
+    "mistral": tiny("mistral", num_hidden_layers=1),
 }
 """What the compact forward computes."""
 
 OTHERS = {
     "gemma2": tiny("gemma2"),
-    "phi3": tiny("phi3"),
-    "gpt-neox": tiny("gpt-neox"),
-    "qwen3-24": tiny("qwen3"),  # heads of a size that the compact forward does not take
+    "phi3": tiny("phi3", num_hidden_layers=1),
+    "gpt-neox": tiny("gpt-neox", num_hidden_layers=1, num_attention_heads=2),
+    "qwen3-24": tiny("qwen3", num_hidden_layers=1),  # heads of a size that the compact forward does not take
     "qwen3-moe": tiny("qwen3-moe"),
-    "deepseek-v3": tiny("deepseek-v3"),
+    "deepseek-v3": tiny("deepseek-v3", num_attention_heads=2, num_key_value_heads=2),
 }
 """What transformers' own code computes."""
 
@@ -74,7 +77,7 @@ def load_tiny(directory: Path, name: str, dtype: str = "float32") -> LoadedModel
     return load_model(ModelSource(str(path), "directory", name), dtype, lambda stage, fraction: None)
 
 
-def poisoned_pool(layers: Sequence[LayerKV], dtype: KVDType, page_size: int = 16) -> KVPool:
+def poisoned_pool(layers: Sequence[LayerKV], dtype: KVDType, page_size: int = PAGE_SIZE) -> KVPool:
     """Pages full of NaN (or of the largest codes with scales of NaN), but for page 0."""
     pool = KVPool(layers, NUM_PAGES, page_size, dtype, DEVICE.namespace)
     for index in range(len(layers)):
@@ -90,20 +93,9 @@ def decoder_model(
     weights = place_decoder(loaded.model, gpu_shape(loaded.model), DEVICE.torch_device)
     rotary = rotary_tables(loaded.model, MOST_POSITIONS, DEVICE.torch_device)
     if quantization != "none":
-        quantise(weights, loaded, quantization)
+        quantise_decoder(weights, loaded.model, quantiser(quantization, DEVICE), lambda part: None)
     pool = poisoned_pool(decoder_layers(weights), _kv_dtype(loaded, kv_cache_dtype))
     return LlamaModel(weights, rotary, windows, pool, DEVICE, 4)
-
-
-def quantise(weights: DecoderWeights, loaded: LoadedModel, quantization: str) -> None:
-    scratch = Scratch(torch.empty(1))
-
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> QuantizedLinear:
-        return QuantizedLinear(
-            weight, bias, KINDS[quantization], DEVICE.architecture, DEVICE.num_multiprocessors, scratch
-        )
-
-    quantise_decoder(weights, loaded.model, make, lambda part: None)
 
 
 def transformers_model(
@@ -117,6 +109,31 @@ def transformers_model(
 def _kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> KVDType:
     own: KVDType = "float32" if loaded.dtype == "float32" else "bfloat16"
     return KV_DTYPES.get(kv_cache_dtype, own)
+
+
+def sequences_of(seed: int = 0) -> list[torch.Tensor]:
+    """Token ids, ``LENGTHS`` of them."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def own_logits(loaded: LoadedModel, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """transformers' own eager pass, each sequence alone."""
+    model: Any = loaded.model
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
+    for config in configs:
+        config._attn_implementation = "eager"
+    try:
+        with torch.inference_mode():
+            return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
+    finally:
+        for config in configs:
+            config._attn_implementation = ATTENTION_NAME
+
+
+def served_logits(model: DeviceModel, sequences: Sequence[torch.Tensor], padding: int = 0) -> list[torch.Tensor]:
+    """Through pages, by ``STEPS``."""
+    return compute_logits(model, sequences, PAGE_SIZE, DEVICE.torch_device, STEPS, padding)
 
 
 @dataclass(frozen=True)
