@@ -15,6 +15,7 @@ from late_lane import LateLane
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, SchedulerSettings
 from ringserve.engine.executor import Executor
+from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.scheduler_loop import SchedulerActor
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
@@ -95,7 +96,7 @@ class LoadedExecutor:
     @property
     def swap_pool(self) -> SwapPool | None:
         """Where preempted sequences' pages go."""
-        assert self.actor._runner is not None
+        assert isinstance(self.actor._runner, ModelRunner)
         return self.actor._runner._swap_pool
 
 
