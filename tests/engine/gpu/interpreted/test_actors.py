@@ -22,7 +22,7 @@ from ringserve.messages import ExecutorReady, ResumedChoice, pack_i32
 PATTERNS = Patterns(VOCAB_SIZE)
 
 
-class PreparedExecutor:
+class ExecutorWithoutModel:
     """As ``engine_core.LoadedExecutor``, without a model."""
 
     def __init__(self, runner: Runner, ready: ExecutorReady) -> None:
@@ -42,7 +42,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def run(runner: Runner, ready: ExecutorReady) -> tuple[dict[tuple[int, int], Generated], EngineCore]:
-    core = EngineCore(PreparedExecutor(runner, ready))
+    core = EngineCore(ExecutorWithoutModel(runner, ready))
     seeded: dict[str, Any] = {"temperature": 1.1, "seed": 7, "ignore_eos": False, "presence_penalty": 0.4}
     requests = [greedy(i, prompt_of(2 + 5 * i, i), 6 + i) for i in range(6)]
     requests.append(msgspec.structs.replace(greedy(6, prompt_of(9, 6), 8, **seeded), n=3))
