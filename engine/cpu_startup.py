@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.array_namespace import NumpyNamespace
 from ringserve.engine.devices import Device
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_packing import Packer
@@ -23,13 +24,16 @@ from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.packed_linear import pack_linears
+from ringserve.engine.page_swaps import choose_swap_space, make_swap_pool, measure_swaps
 from ringserve.engine.ready_engine import Engine, warm_up
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.self_check import TracedModel, check_model
 from ringserve.engine.torch_forward import TorchForward
+from ringserve.engine.transfer_lane import ImmediateLane
 from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import host_level, level_name
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
+from ringserve.kernels.page_copy import gather_pages, scatter_pages
 
 CHECKING = "checking the model"
 WARMING_UP = "warming up"
@@ -92,6 +96,8 @@ def build_cpu_engine(
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
         ) from error
+    swap_space = choose_swap_space(config.swap_space, device.swap_space, free_memory())
+    swap_pool = make_swap_pool(pool, swap_space, NumpyNamespace(), ImmediateLane(), gather_pages, scatter_pages)
     rows = CpuRowSampler(vocab_size)
     if not rows.is_compiled():
         progress(COMPILING, 0.5)
@@ -117,7 +123,7 @@ def build_cpu_engine(
         else:
             packed = pack_linears(loaded.model)
         forward = TorchForward(loaded.model, _checked(traced).modules, pool)
-    runner = ModelRunner(forward, page_size, sampler)
+    runner = ModelRunner(forward, page_size, sampler, swap_pool)
 
     progress(WARMING_UP, 0.0)
     try:
@@ -148,6 +154,7 @@ def build_cpu_engine(
         model_impl="fast" if fast is not None else "transformers",
         quantization=config.quantization,
         instructions="" if fast is None else level_name(fast.level),
+        swap=measure_swaps(swap_pool),
     )
 
 

@@ -23,11 +23,13 @@ class Device:
     name: str
     page_size: int
     max_num_batched_tokens: int
+    swap_space: int
+    """Bytes of the host's memory for preempted sequences' pages."""
 
 
-CPU = Device(name="cpu", page_size=64, max_num_batched_tokens=256)
+CPU = Device(name="cpu", page_size=64, max_num_batched_tokens=256, swap_space=0)
 
-GPU = Device(name="cuda", page_size=16, max_num_batched_tokens=2048)
+GPU = Device(name="cuda", page_size=16, max_num_batched_tokens=2048, swap_space=4 << 30)
 """2048 tokens fill a large GPU's matrix units (its products are bound by memory up to some hundreds of rows), and a
 step of them takes some tens of milliseconds with an 8B model by the units' speed, which is what its decoding neighbours
 wait. Chosen by that reckoning; not measured."""

@@ -20,8 +20,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.slot_table import SlotTable
+from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
     LogprobColumns,
     ModelRunnerOutput,
@@ -65,10 +67,11 @@ class ModelRunner:
 
     max_in_flight = 1
 
-    def __init__(self, forward: Forward, page_size: int, sampler: Sampler) -> None:
+    def __init__(self, forward: Forward, page_size: int, sampler: Sampler, swap_pool: SwapPool | None = None) -> None:
         self._forward = forward
         self._page_size = page_size
         self._sampler = sampler
+        self._swap_pool = swap_pool
         self._table = SlotTable()
         self._results: deque[ModelRunnerOutput] = deque()
 
@@ -92,6 +95,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Run one step. A message that does not fit the slots' state raises: the two processes disagree."""
         started_ns = time.monotonic_ns()
+        apply_swaps(self._swap_pool, output)
         slots, counts = self._apply(output)
         plan, wanted = self._plan(slots, counts)
         logits = self._forward.forward(self._table, slots, counts, wanted) if len(slots) else _NO_LOGITS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.page_swaps import SwapInfo
 from ringserve.engine.runner import Runner
 from ringserve.messages import (
     ExecutorReady,
@@ -37,6 +38,7 @@ class Engine:
     model_impl: str
     quantization: str
     instructions: str
+    swap: SwapInfo
 
     def ready(self, load_seconds: float) -> ExecutorReady:
         """The message that everybody waits for."""
@@ -58,6 +60,9 @@ class Engine:
             model_impl=self.model_impl,
             quantization=self.quantization,
             instructions=self.instructions,
+            num_host_pages=self.swap.num_host_pages,
+            bytes_per_page=self.swap.bytes_per_page,
+            swap_bytes_per_second=self.swap.bytes_per_second,
         )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,6 +100,15 @@ class ExecutorConfig(_Group, frozen=True):
             description="Bytes for the KV cache (suffixes K, M, G allowed). Default on CPUs: what max-num-seqs "
             "sequences of max-model-len need, at most 4G and a quarter of the free memory; on GPUs: see "
             "--gpu-memory-utilization."
+        ),
+    ] = None
+    swap_space: Annotated[
+        NotNegative | None,
+        Meta(
+            description="Bytes of the host's memory (suffixes K, M, G allowed) for KV pages of preempted sequences, "
+            "which come back where copying is quicker than computing them again; 0: always compute again. Default: 4G "
+            "on GPUs, at most a quarter of the host's free memory; 0 on CPUs, where a larger kv-cache-memory is the "
+            "better use of it.",
         ),
     ] = None
     gpu_memory_utilization: Annotated[

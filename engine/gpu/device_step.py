@@ -2,8 +2,7 @@
 
 All arrays have fixed addresses and full width; a step uses their first rows. A step in which all rows decode depends on
 the number of rows alone, so it can be captured in a graph (``decode``); one with chunks gets what the host knows of
-them as packed words (``run_chunks``). Either way the tokens drawn, with their log probabilities, are left in
-``sampled``, and the slots advanced: the next step needs nothing from the host.
+them as packed words. Either way the slots have advanced by the tokens drawn: the next step needs nothing from the host.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from itertools import accumulate
 
 import torch
 
-from ringserve.engine.gpu.chunk_layout import ChunkLayout
 from ringserve.engine.gpu.device_state import DeviceState
 from ringserve.engine.gpu.step_inputs import DeviceModel, StepInputs
+from ringserve.engine.gpu.step_results import logprob_words
+from ringserve.engine.gpu.step_work import ChunkLayout, StepWork
 from ringserve.kernels.gpu.draw import draw
 from ringserve.kernels.gpu.process_logits import process_logits
 from ringserve.kernels.gpu.step_rows import RowArrays, step_rows
@@ -58,6 +58,11 @@ class Logprobs:
             torch.empty(rows, dtype=torch.int32, device=device),
         )
 
+    @property
+    def num_words(self) -> int:
+        """That ``copy_to`` takes."""
+        return logprob_words(*self.ids.shape)
+
     def copy_to(self, words: torch.Tensor) -> None:
         """Ranks, ids, values of all rows, one after the other."""
         rows, width = self.ids.shape
@@ -89,31 +94,44 @@ class DeviceStep:
         self._rows = RowArrays(token_ids, positions, slot_mapping, ints(rows), ints(rows, sizes.max_pages), ints(rows))
         self._no_chunks = ints(1)
         self._processed = torch.empty(rows, sizes.vocab_size, dtype=torch.float32, device=device)
-        self.tokens = ints(rows)
+        self._tokens = ints(rows)
         """Of the rows that draw; -1: there was nothing to draw from."""
-        self.logprobs = Logprobs.allocate(rows, state.widths.logprobs, device)
+        self._logprobs = Logprobs.allocate(rows, state.widths.logprobs, device)
         """Of rows that asked."""
+
+    def run(self, work: StepWork) -> None:
+        """A whole step, from the host's words to the results on the host."""
+        sizes = [2 * work.num_writes, work.num_cleared]
+        words = torch.empty(len(work.inputs), dtype=torch.int32, device=self._device)
+        if len(words):
+            words.copy_(work.inputs, non_blocking=True)
+        writes, cleared, chunks = torch.split(words, [*sizes, len(words) - sum(sizes)])
+        self._write(writes.view(-1, 2), cleared)
+        prompts = None
+        if work.layout is not None:
+            prompts = self._run_chunks(work.layout, chunks, work.prompt_most)
+        elif work.decode is not None:
+            work.decode()
+        if work.num_draws:
+            work.results[: work.num_draws].copy_(self._tokens[: work.num_draws], non_blocking=True)
+        if work.num_logprobs:
+            self._logprobs.first(work.num_logprobs).copy_to(work.results[work.num_draws :])
+        if prompts is not None:
+            prompts.copy_to(work.results[len(work.results) - prompts.num_words :])
 
     def use(self, state: DeviceState) -> None:
         """A wider state, from now on, with all that the present one knows."""
         state.copy_from(self._state)
         if state.widths.logprobs != self._state.widths.logprobs:
-            self.logprobs = Logprobs.allocate(self._sizes.num_rows, state.widths.logprobs, self._device)
+            self._logprobs = Logprobs.allocate(self._sizes.num_rows, state.widths.logprobs, self._device)
         self._state = state
-
-    def write(self, writes: torch.Tensor, cleared: torch.Tensor) -> None:
-        """Changes of the state: int32 [n, 2] addresses and words, after the token counts of slots ``cleared`` (int32)
-        were set to zero."""
-        if len(cleared):
-            self._state.sampler.token_counts.index_fill_(0, cleared.long(), 0)
-        write_words(writes, self._state.words)
 
     def pad_rows(self) -> None:
         """Give no row a slot."""
         self._state.row_slots.fill_(-1)
         self._state.row_lengths.zero_()
 
-    def warm_up_chunks(self, num_tokens: int) -> None:
+    def warm_up_chunks(self, num_tokens: int, most_logits: int) -> None:
         """A step of about so many tokens: prompts that lie nowhere, beside a row of padding that decodes. It compiles
         what such steps need, and takes as much memory as they do. Touches no page but the reserved one; slot 0 must
         never have been used."""
@@ -126,13 +144,19 @@ class DeviceStep:
         self._state.row_slots[first : first + len(lens)].zero_()
         self._state.row_lengths[first : first + len(lens)].fill_(longest)
         starts = [0, *accumulate(lens)]
-        wanted = [*range(first), total + first - 1]
+        num_logits = min(total, most_logits)
+        wanted = [*range(first), *range(first + total - num_logits, first + total)]
         words = [*[0] * total, *[position for n in lens for position in range(n)], *[-1] * total, *starts, *wanted]
-        words += [*[-1] * first, 0] * 2
+        words += [*[-1] * first, *[0] * num_logits] * 2
         layout = ChunkLayout(first, first, tuple(lens), len(wanted))
         packed = torch.tensor(words, dtype=torch.int32).to(self._device)
-        self.run_chunks(layout, packed, self._state.widths.logprobs)
+        self._run_chunks(layout, packed, self._state.widths.logprobs)
         self.pad_rows()
+
+    def warm_up_writes(self, address: int, word: int) -> None:
+        """A write, of slot 0, which nobody has."""
+        writes = torch.tensor([[address, word]], dtype=torch.int32).to(self._device)
+        self._write(writes, torch.zeros(1, dtype=torch.int32, device=self._device))
 
     def decode(self, rows: int) -> None:
         """One token for each of the first rows. To be captured: nothing but the number of rows is the host's."""
@@ -151,7 +175,14 @@ class DeviceStep:
         )
         self._draw(self._model.forward(inputs), rows)
 
-    def run_chunks(self, layout: ChunkLayout, words: torch.Tensor, most: int) -> Logprobs | None:
+    def _write(self, writes: torch.Tensor, cleared: torch.Tensor) -> None:
+        """Changes of the state: int32 [n, 2] addresses and words, after the token counts of slots ``cleared`` (int32)
+        were set to zero."""
+        if len(cleared):
+            self._state.sampler.token_counts.index_fill_(0, cleared.long(), 0)
+        write_words(writes, self._state.words)
+
+    def _run_chunks(self, layout: ChunkLayout, words: torch.Tensor, most: int) -> Logprobs | None:
         """Rows that decode, then rows with chunks. Log probabilities of the prompts, if any are wanted, with ``most``
         likely tokens; their first ``num_draws`` rows are not written."""
         chunks, chunk_start, wanted, prompt_tokens, prompt_ks = layout.split(words)
@@ -197,6 +228,6 @@ class DeviceStep:
     def _draw(self, logits: torch.Tensor, rows: int) -> None:
         slots, logits = self._state.row_slots[:rows], logits[:rows]
         processed = process_logits(logits, slots, self._state.sampler, self._processed[:rows])
-        tokens = draw(processed, slots, self._state.sampler, self.tokens[:rows])
-        logprobs = self.logprobs
+        tokens = draw(processed, slots, self._state.sampler, self._tokens[:rows])
+        logprobs = self._logprobs
         token_logprobs(logits, tokens, self._rows.ks, logprobs.ids, logprobs.values, logprobs.ranks)

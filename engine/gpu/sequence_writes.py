@@ -37,6 +37,11 @@ class SlotValues:
         """Whether the slot's row of token_counts is used; it must be cleared before it is written."""
         return int(self.scalars["count_rows"]) >= 0
 
+    @property
+    def num_logprobs(self) -> int:
+        """Likely tokens asked for beside the token itself; -1: no log probabilities."""
+        return int(self.scalars["logprob_ks"])
+
     @classmethod
     def of(cls, new: NewSequence, eos_token_ids: Sequence[int], vocab_size: int) -> SlotValues:
         """A pure function of the message: a sequence that is sent again goes on as it would have."""
@@ -72,7 +77,7 @@ class SlotValues:
 
     def widths(self, present: StateWidths) -> StateWidths:
         """Wide enough for this sequence."""
-        return present.grown(len(self.ends), len(self.bias_ids), max(0, int(self.scalars["logprob_ks"])))
+        return present.grown(len(self.ends), len(self.bias_ids), max(0, self.num_logprobs))
 
     def writes(self, state: DeviceState) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """(addresses, words), in pieces; no address comes twice."""

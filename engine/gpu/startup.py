@@ -24,13 +24,16 @@ from ringserve.engine.gpu.device_loader import DeviceWeights, load_on_device
 from ringserve.engine.gpu.device_runner import DeviceRunner, RunnerLimits
 from ringserve.engine.gpu.served_model import CompactForward, GeneralForward, ServedModel
 from ringserve.engine.gpu.transformers_model import check_layers
-from ringserve.engine.kv_budget import KVBudget, check_page_size, device_kv_memory, plan_kv
+from ringserve.engine.kv_budget import KVBudget, check_page_size, device_kv_memory, free_memory, plan_kv
 from ringserve.engine.kv_dtype import choose_kv_dtype
 from ringserve.engine.kv_pool import KVPool, bytes_per_page
 from ringserve.engine.model_error import ModelError, UnsupportedDeviceError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
+from ringserve.engine.page_swaps import choose_swap_space, make_swap_pool, measure_swaps
 from ringserve.engine.ready_engine import Engine
 from ringserve.engine.self_check import check_other_path, trace_model
+from ringserve.engine.swap_pool import SwapPool
+from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
 
 CHECKING = "checking the model"
 QUANTISING = "quantising weights"
@@ -72,8 +75,10 @@ def build_gpu_engine(
         vocab_size=served.vocab_size,
     )
 
-    def runner_on(pool: KVPool, limits: RunnerLimits, eager: bool) -> DeviceRunner:
-        return DeviceRunner(served.on(pool, device), device, limits, loaded.eos_token_ids, enforce_eager=eager)
+    def runner_on(pool: KVPool, limits: RunnerLimits, eager: bool, swap_pool: SwapPool | None = None) -> DeviceRunner:
+        return DeviceRunner(
+            served.on(pool, device), device, limits, loaded.eos_token_ids, enforce_eager=eager, swap_pool=swap_pool
+        )
 
     progress(WARMING_UP, 0.0)
     with _fits(f"steps of {max_num_batched_tokens} tokens", "set a smaller --max-num-batched-tokens"):
@@ -89,6 +94,11 @@ def build_gpu_engine(
     remedy = "set a smaller --kv-cache-memory or --gpu-memory-utilization"
     with _fits(f"{budget.num_pages} KV pages", remedy):
         pool = KVPool(served.layers, budget.num_pages, page_size, kv_dtype, device.namespace)
+    swap_space = choose_swap_space(config.swap_space, defaults.swap_space, free_memory())
+    with _fits("the stages of swapped pages", "set a smaller --gpu-memory-utilization, or --swap-space 0"):
+        swap_pool = make_swap_pool(
+            pool, swap_space, device.namespace, device.transfer_lane(), gather_pages, scatter_pages
+        )
     capturable = served.on(pool, device).capturable
     eager = config.enforce_eager or not capturable
     if not capturable and not config.enforce_eager:
@@ -98,7 +108,7 @@ def build_gpu_engine(
     )
     progress(CAPTURING, 0.0)
     with _fits("the graphs of decode steps", "set a smaller --gpu-memory-utilization, or --enforce-eager"):
-        runner = runner_on(pool, limits, eager)
+        runner = runner_on(pool, limits, eager, swap_pool)
         runner.warm_up(lambda part: progress(CAPTURING, round(part, 2)))
     progress(CAPTURING, 1.0)
     return Engine(
@@ -119,6 +129,7 @@ def build_gpu_engine(
         model_impl=served.model_impl,
         quantization=config.quantization,
         instructions=device.name,
+        swap=measure_swaps(swap_pool),
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.engine.gpu.chunk_layout import ChunkLayout
 from ringserve.engine.gpu.step_results import PromptPart
+from ringserve.engine.gpu.step_work import ChunkLayout
 from ringserve.engine.slot_table import SlotTable
 
 _Words = NDArray[np.int32]

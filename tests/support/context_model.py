@@ -1,8 +1,8 @@
 """Models that need no weights: the logits after a token are a function of all tokens up to it.
 
-``ContextModel`` finds these tokens where a model on a device would find its keys and values, in pages, through slots and
-block tables; ``ContextForward`` reads the CPU runner's table. So the two runners must give the same tokens, and a page,
-position, length or slot that is wrong gives others.
+``ContextModel`` finds these tokens where a model on a device would find its keys and values, in pages, through slots
+and block tables; ``ContextForward`` reads the CPU runner's table. So the two runners must give the same tokens, and a
+page, position, length or slot that is wrong gives others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringserve.engine.gpu.step_inputs import StepInputs
+from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.slot_table import SlotTable
 
 NUM_PATTERNS = 997
@@ -45,20 +46,19 @@ class Patterns:
 
 
 class ContextModel:
-    """A ``DeviceModel``; its pages hold token ids."""
+    """A ``DeviceModel``; its pool's keys are token ids."""
 
     def __init__(self, patterns: Patterns, num_pages: int, page_size: int) -> None:
         self._patterns = patterns
         self._page_size = page_size
-        self.pages = torch.full((num_pages + 1, page_size), UNWRITTEN, dtype=torch.int64)
-        self.num_tokens: list[int] = []
-        """Of each step."""
+        self.pool = KVPool([LayerKV(1, 1, 1)], num_pages, page_size, "float32")
+        self._pages = self.pool.layer(0)[0].view(num_pages + 1, page_size)
+        self._pages.fill_(UNWRITTEN)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self.num_tokens.append(len(inputs.token_ids))
         assert inputs.chunk_start.tolist()[-1] == sum(inputs.chunk_lens)
         written = inputs.slot_mapping >= 0
-        self.pages.view(-1)[inputs.slot_mapping[written].long()] = inputs.token_ids[written].long()
+        self._pages.view(-1)[inputs.slot_mapping[written].long()] = inputs.token_ids[written].float()
         rows: list[torch.Tensor] = []
         first = 0
         lens = [1] * inputs.num_decodes + list(inputs.chunk_lens)
@@ -75,7 +75,7 @@ class ContextModel:
                 continue
             assert positions == list(range(length - count, length))
             table = inputs.block_table[row, : -(-length // self._page_size)].long()
-            context = self.pages[table].reshape(-1)[:length]
+            context = self._pages[table].reshape(-1)[:length].long()
             assert int(context.min()) >= 0, "a slot that nobody wrote is read"
             rows.append(self._patterns.logits(context, count))
         logits = torch.cat(rows)

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from late_lane import LateLane
 
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, SchedulerSettings
 from ringserve.engine.executor import Executor
+from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.scheduler_loop import SchedulerActor
+from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
     EngineStats,
     ExecutorReady,
@@ -86,7 +89,15 @@ class LoadedExecutor:
         )
         self.actor.startup()
         (self.ready,) = (m for m in self.to_scheduler.messages if isinstance(m, ExecutorReady))
+        if (swap_pool := self.swap_pool) is not None:
+            swap_pool._lane = LateLane()  # what forgets to wait for a transfer meets old data
         self.to_scheduler.messages.clear()
+
+    @property
+    def swap_pool(self) -> SwapPool | None:
+        """Where preempted sequences' pages go."""
+        assert isinstance(self.actor._runner, ModelRunner)
+        return self.actor._runner._swap_pool
 
 
 class EngineCore:

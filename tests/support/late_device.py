@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from late_lane import LateLane
 
 from ringserve.engine.gpu.device import Event, HostDevice
+from ringserve.engine.transfer_lane import TransferLane
 
 
 class LateDevice(HostDevice):
@@ -32,6 +34,9 @@ class LateDevice(HostDevice):
 
     def synchronize(self) -> None:
         self.run_until(self.num_submitted)
+
+    def transfer_lane(self) -> TransferLane:
+        return LateLane()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         self.synchronize()

@@ -9,6 +9,7 @@ from ringserve.config import SchedulerConfig
 from ringserve.engine.runner import Runner
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch
+from ringserve.engine.swap_space import SwapCosts
 from ringserve.messages import (
     ExecutorReady,
     PromptLogprobs,
@@ -58,10 +59,14 @@ class RunnerCore:
     """One scheduler, one runner."""
 
     def __init__(
-        self, runner: Runner, ready: ExecutorReady, config: SchedulerConfig | None = None, steps_in_flight: int = 2
+        self,
+        runner: Runner,
+        ready: ExecutorReady,
+        config: SchedulerConfig | None = None,
+        swap_costs: SwapCosts | None = None,
     ) -> None:
         self._runner = runner
-        self.scheduler = Scheduler(ready, config, steps_in_flight)
+        self.scheduler = Scheduler(ready, config, swap_costs=swap_costs)
         self._now = 1
         self.results: dict[tuple[int, int], Came] = {}
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}

@@ -1,7 +1,8 @@
-"""What the host knows of a step with chunks, as packed words."""
+"""What the device is to do in one step, and where in the words that the host sent lies what it needs for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,3 +42,30 @@ class ChunkLayout:
         sizes = [3 * sum(self.chunk_lens), len(self.chunk_lens) + 1, self.num_wanted]
         sizes += [self.num_wanted if self.num_prompt_logits else 0] * 2
         return list(torch.split(words, sizes))
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Everything of one step; nothing here changes once the step is submitted.
+
+    ::
+
+        inputs   | writes [n, 2] | slots whose token counts are cleared | chunks |
+        results  | tokens | log probabilities of the rows that draw | of the prompts |
+    """
+
+    inputs: torch.Tensor
+    """int32, on the host."""
+    num_writes: int
+    num_cleared: int
+    layout: ChunkLayout | None
+    """Of the chunks; None where all rows decode."""
+    decode: Callable[[], None] | None
+    """Where all rows decode: a graph's launch, or launches. None where there are chunks, or no rows."""
+    results: torch.Tensor
+    """int32, on the host."""
+    num_draws: int
+    num_logprobs: int
+    """Rows that log probabilities are reported of: all that draw, or none."""
+    prompt_most: int
+    """Likely tokens of a prompt's token for which there is room."""
