@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SERVED, make_checkpoint
-from device_models import FAMILY, OTHERS
+from device_models import LENGTHS, STEPS, tiny
 
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.array_namespace import ArrayNamespace, NumpyNamespace
 from ringserve.engine.devices import GPU
 from ringserve.engine.gpu import startup
 from ringserve.engine.gpu.device import HostDevice
+from ringserve.engine.gpu.device_check import compute_logits
 from ringserve.engine.gpu.device_runner import DeviceRunner
 from ringserve.engine.gpu.startup import build_gpu_engine
 from ringserve.engine.model_error import ModelError, UnsupportedDeviceError
@@ -25,6 +27,12 @@ from ringserve.engine.model_loader import load_model
 from ringserve.engine.ready_engine import Engine
 from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, pack_i32, unpack_i32
 
+SMALL = {
+    "decoder": tiny("qwen2-sliding", max_window_layers=1),
+    "other": tiny("gemma2", num_hidden_layers=1),
+    "one-layer": tiny("mistral", num_hidden_layers=1),
+    "sinks": SERVED["gpt-oss"],
+}
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32]
 
 
@@ -35,7 +43,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checkpoint(directory: Path, name: str) -> Path:
     path = directory / name
-    return path if path.exists() else make_checkpoint(path, *{**FAMILY, **OTHERS, **SERVED, **dict(FAMILY)}[name])
+    return path if path.exists() else make_checkpoint(path, *SMALL[name])
+
+
+@pytest.fixture
+def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real one every start takes seconds more; one test has it."""
+    monkeypatch.setattr(startup, "LENGTHS", LENGTHS)
+    monkeypatch.setattr(startup, "compute_logits", partial(compute_logits, steps=STEPS))
+
+
+@pytest.fixture
+def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceRunner, "warm_up", lambda self, on_progress: None)
+
+
+@pytest.fixture
+def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "check_other_path", lambda *arguments: None)
 
 
 def start(
@@ -90,7 +115,7 @@ def own_greedy(path: Path, count: int) -> list[int]:
 
 
 def test_a_decoder(directory: Path) -> None:
-    path, seen = checkpoint(directory, "qwen2-sliding"), list[str]()
+    path, seen = checkpoint(directory, "decoder"), list[str]()
     engine = start(path, seen=seen)
     try:
         assert greedy(engine, 3) == own_greedy(path, 3)
@@ -103,8 +128,9 @@ def test_a_decoder(directory: Path) -> None:
     assert seen == ["loading weights", "checking the model", startup.WARMING_UP, startup.CAPTURING]
 
 
+@pytest.mark.usefixtures("short_check")
 def test_transformers_code(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = checkpoint(directory, "gemma2")
+    path = checkpoint(directory, "other")
     with caplog.at_level(logging.INFO, "ringserve.executor"):
         engine = start(path)
     try:
@@ -119,8 +145,9 @@ def test_transformers_code(directory: Path, caplog: pytest.LogCaptureFixture) ->
         start(path, model_impl="fast")
 
 
+@pytest.mark.usefixtures("short_check", "no_warm_up")
 def test_eight_bits_everywhere(directory: Path) -> None:
-    engine = start(checkpoint(directory, "llama"), quantization="int8", kv_cache_dtype="fp8", enforce_eager=True)
+    engine = start(checkpoint(directory, "one-layer"), quantization="int8", kv_cache_dtype="fp8", enforce_eager=True)
     try:
         assert len(greedy(engine, 2)) == 2
         assert engine.runner.num_graphs == 0  # type: ignore[attr-defined]
@@ -140,23 +167,24 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "rotary_tables", wrong)
 
 
+@pytest.mark.usefixtures("short_check", "no_warm_up")
 def test_a_compact_forward_that_is_wrong_is_not_used(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged(monkeypatch)
-    path = checkpoint(directory, "mistral")
+    path = checkpoint(directory, "one-layer")
     with caplog.at_level(logging.INFO, "ringserve.executor"):
         engine = start(path)
     engine.runner.close()
     assert engine.model_impl == "transformers"
     assert "its logits differ from the model's own" in caplog.text
-    with pytest.raises(UnsupportedDeviceError, match="--quantization fp8: its logits differ .*; leave it out"):
+    with pytest.raises(UnsupportedDeviceError, match=r"--quantization fp8: its logits differ .*; leave it out"):
         start(path, quantization="fp8")
 
 
 def test_what_the_gpus_kernels_do_not_take(directory: Path) -> None:
-    with pytest.raises(UnsupportedDeviceError, match=r"GptOss.*sinks.*--device cpu"):
-        start(checkpoint(directory, "gpt-oss"))
+    with pytest.raises(UnsupportedDeviceError, match=r"sinks.*--device cpu"):
+        start(checkpoint(directory, "sinks"))
 
 
 class SmallDevice(HostDevice):
@@ -189,16 +217,18 @@ class SmallNamespace(NumpyNamespace):
 MEGABYTE = 1 << 20
 
 
+@pytest.mark.usefixtures("no_check", "no_warm_up")
 def test_the_pool_gets_what_is_left(directory: Path) -> None:
-    path = checkpoint(directory, "llama")
+    path = checkpoint(directory, "one-layer")
     device = SmallDevice(10 * MEGABYTE, 6 * MEGABYTE, 100 * MEGABYTE)
     engine = start(path, device, kv_cache_memory=None, gpu_memory_utilization=0.5)
     engine.runner.close()
-    page = 2 * 2 * 2 * 16 * 16 * 4
+    page = 2 * 2 * 16 * 16 * 4
     left = 5 * MEGABYTE - 4 * MEGABYTE
     assert left - 6 * page < engine.num_pages * page <= left - page
 
 
+@pytest.mark.usefixtures("no_check", "no_warm_up")
 @pytest.mark.parametrize(
     ("device", "config", "line"),
     [
@@ -207,7 +237,7 @@ def test_the_pool_gets_what_is_left(directory: Path) -> None:
             {"kv_cache_memory": None},
             "no GPU memory is left .* --gpu-memory-utilization above 0.9",
         ),
-        (HostDevice(), {"kv_cache_memory": 8192}, "one sequence of max_model_len 32 needs"),
+        (HostDevice(), {"kv_cache_memory": 4096}, "one sequence of max_model_len 32 needs"),
         (
             SmallDevice(1 << 30, 1 << 30, MEGABYTE),
             {"kv_cache_memory": 2 * MEGABYTE},
@@ -218,13 +248,14 @@ def test_the_pool_gets_what_is_left(directory: Path) -> None:
 )
 def test_memory_that_is_not_there(directory: Path, device: HostDevice, config: dict[str, Any], line: str) -> None:
     with pytest.raises(ModelError, match=line):
-        start(checkpoint(directory, "llama"), device, **config)
+        start(checkpoint(directory, "one-layer"), device, **config)
 
 
+@pytest.mark.usefixtures("no_check")
 def test_a_largest_step_that_does_not_fit(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: DeviceRunner, on_progress: Callable[[float], None]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(DeviceRunner, "warm_up", full)
-    with pytest.raises(ModelError, match="steps of 8 tokens do not fit .* smaller --max-num-batched-tokens"):
-        start(checkpoint(directory, "llama"))
+    with pytest.raises(ModelError, match=r"steps of 8 tokens do not fit .* smaller --max-num-batched-tokens"):
+        start(checkpoint(directory, "one-layer"))
