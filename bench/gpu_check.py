@@ -49,9 +49,11 @@ PHASES = (
     Phase("pool", "memory_phases", "check_pool", 40),
     Phase("model", "model_phases", "check_model", 60),
     Phase("graphs", "model_phases", "check_graphs", 90),
+    Phase("runner", "runner_phase", "check_runner", 60),
     Phase("decode_attention", "attention_phases", "measure_decode", 60),
     Phase("prefill_attention", "attention_phases", "measure_prefill", 60),
     Phase("model_speed", "model_phases", "measure_model", 120),
+    Phase("runner_speed", "runner_phase", "measure_runner", 60),
     Phase("serving", "serving_phase", "measure_serving", 120),
 )
 

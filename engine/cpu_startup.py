@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.devices import Device
 from ringserve.engine.dtypes import DType, resolve_dtype
+from ringserve.engine.fast_decoder import Pages
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_kernels import compile_kernels, is_compiled
 from ringserve.engine.fast_model import FastModel
@@ -25,11 +27,15 @@ from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory, p
 from ringserve.engine.kv_layout import HostPages, bytes_per_page
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_runner import Forward, ModelRunner
+from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
 from ringserve.engine.ready_engine import Engine, warm_up
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.start_stages import COMPILING, READING, WARMING_UP
 from ringserve.kernels.cpu.features import level_name
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
+
+if TYPE_CHECKING:
+    from ringserve.engine.swap_pool import SwapPool
 
 Progress = Callable[[str, float], None]
 
@@ -50,6 +56,8 @@ def build_cpu_engine(
     where the model cannot be served as asked."""
     config = settings.config
     check_threads(max(threads, fast_threads))
+    if config.quantization == "fp8":
+        raise ModelError("--quantization fp8 is for GPUs; use int8 on this CPU, or leave it out")
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = resolve_dtype(settings.dtype)
     model = _model(settings, dtype, page_size, threads, progress)
@@ -65,19 +73,32 @@ def build_cpu_engine(
     if budget.note is not None:
         logger.warning("%s", budget.note)
     max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
-    if isinstance(model.path, FastModel):
-        # No step has more tokens than all sequences together.
-        step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
-        forward: Forward = _fast_forward(model.path, budget, page_size, fast_threads, step_tokens, progress)
-    else:
+    # No step has more tokens than all sequences together.
+    step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
+    swap_space = choose_swap_space(config.swap_space, device.swap_space, free_memory())
+    swap_pool: SwapPool | None = None
+    forward: Forward
+    if isinstance(model.path, FastModel) and not swap_space:
         with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
-            forward = model.path.forward(budget.num_pages, page_size)
+            pages = HostPages(model.layers, budget.num_pages, page_size, dtype)
+        forward = _fast_forward(model.path, pages, budget, fast_threads, step_tokens, progress)
+    else:
+        from ringserve.engine.torch_pages import torch_pages  # the pages as tensors: for modelling code, and swaps
+        from ringserve.engine.torch_setup import set_threads
+
+        set_threads(threads)
+        with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
+            pool, swap_pool = torch_pages(model.layers, budget.num_pages, page_size, dtype, swap_space)
+        if isinstance(model.path, FastModel):
+            forward = _fast_forward(model.path, pool, budget, fast_threads, step_tokens, progress)
+        else:
+            forward = model.path.forward(pool)
     rows = CpuRowSampler(model.vocab_size)
     if not rows.is_compiled():
         progress(COMPILING, 0.5)
     rows.warm_up()
     sampler = Sampler(model.vocab_size, model.eos_token_ids, settings.max_num_seqs, rows)
-    runner = ModelRunner(forward, page_size, sampler)
+    runner = ModelRunner(forward, page_size, sampler, swap_pool)
     progress(WARMING_UP, 0.0)
     try:
         warm_up(runner, page_size, min(budget.max_model_len, budget.num_pages * page_size))
@@ -96,6 +117,7 @@ def build_cpu_engine(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
+        kv_dtype=dtype,
         device=device.name,
         architecture=model.architecture,
         defaults=model.defaults,
@@ -103,6 +125,7 @@ def build_cpu_engine(
         model_impl="fast" if isinstance(model.path, FastModel) else "transformers",
         quantization=config.quantization,
         instructions=level_name(model.path.level) if isinstance(model.path, FastModel) else "",
+        swap=measure_swaps(swap_pool),
     )
 
 
@@ -171,19 +194,12 @@ def _recalled(
 
 
 def _fast_forward(
-    model: FastModel,
-    budget: KVBudget,
-    page_size: int,
-    num_threads: int,
-    step_tokens: int,
-    progress: Progress,
+    model: FastModel, pages: Pages, budget: KVBudget, num_threads: int, step_tokens: int, progress: Progress
 ) -> FastForward:
-    with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
-        pool = HostPages(model.layers, budget.num_pages, page_size, "bfloat16")
     if not is_compiled():
         progress(COMPILING, 0.0)
     with _too_large(f"steps of {step_tokens} tokens", "--max-num-batched-tokens"):
-        decoder = model.decoder(pool, num_threads, step_tokens, budget.max_model_len)
+        decoder = model.decoder(pages, num_threads, step_tokens, budget.max_model_len)
         forward = FastForward(decoder)
     if not is_compiled():
         compile_kernels(decoder)

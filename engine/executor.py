@@ -1,8 +1,11 @@
 """The executor process: owns the weights, the KV pool's memory and the samplers; runs one step at a time.
 
     startup   threads -> weights -> self-check -> pool -> warm-up -> ExecutorReady
-    loop      handle(SchedulerOutput) queues; act() runs one step and sends its result
+    loop      handle(SchedulerOutput) queues; act() submits steps, and collects and sends a result
     shutdown  nothing to save: everything here is soft state
+
+On the CPU a step is computed as it is submitted. A GPU computes one while the next is launched: act() never waits for a
+result as long as another step may come.
 
 It knows slots and steps, no request and no client. torch is imported inside ``startup``, after the environment that its
 thread pools read is set. An exception in a step ends the process: the supervisor sees it, and nothing half-computed is
@@ -15,6 +18,8 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ringserve.actor import ActorContext, BlockingActor
@@ -23,10 +28,13 @@ from ringserve.engine.processors import usable_processors
 from ringserve.messages import LoadProgress, Progress, SchedulerOutput, Started, StartFailed
 
 if TYPE_CHECKING:
-    from ringserve.engine.model_runner import ModelRunner
+    from ringserve.engine.runner import Runner
 
 SCHEDULER = "scheduler"
 """The neighbour."""
+
+POLL_SECONDS = 20e-6
+"""Between two looks at a device whose result is awaited: little beside a step, and the processor is not kept busy."""
 
 THREAD_ENVIRONMENT = {
     # A step has hundreds of parallel regions: threads that sleep between them halve its speed (2 threads, 1 sequence:
@@ -50,7 +58,9 @@ class Executor:
         self._to_scheduler = context.outboxes[SCHEDULER]
         self._steps: deque[tuple[SchedulerOutput, int]] = deque()
         """Steps to run, each with the time it came."""
-        self._runner: ModelRunner | None = None
+        self._in_flight: deque[int] = deque()
+        """Ids of the steps submitted."""
+        self._runner: Runner | None = None
 
     def startup(self) -> None:
         """Load, check and warm up; on a model that cannot be served, tell the supervisor why and exit."""
@@ -95,25 +105,42 @@ class Executor:
                 raise TypeError(f"the executor takes no {type(message).__name__} (from {source})")
 
     def act(self) -> bool:
-        """Run the oldest step. True while more are queued."""
-        if not self._steps:
-            return False
-        step, received_ns = self._steps.popleft()
+        """Submit what may be submitted, then send the oldest result if there is one or no more steps can come before
+        it. True while there is more to do."""
         if self._runner is None:
-            raise RuntimeError("a step came before the model was loaded")
-        try:
-            result = self._runner.execute(step, received_ns)
-        except Exception:
-            logger.exception("step %d failed; the executor ends", step.step_id)
-            raise
-        self._to_scheduler.send(result)
-        return bool(self._steps)
+            if self._steps:
+                raise RuntimeError("a step came before the model was loaded")
+            return False
+        while self._steps and len(self._in_flight) < self._runner.max_in_flight:
+            step, received_ns = self._steps.popleft()
+            self._in_flight.append(step.step_id)
+            with self._ends_on_failure(step.step_id):
+                self._runner.submit(step, received_ns)
+        if not self._in_flight:
+            return False
+        with self._ends_on_failure(self._in_flight[0]):
+            if len(self._in_flight) == self._runner.max_in_flight or self._runner.is_ready():
+                self._to_scheduler.send(self._runner.collect())
+                self._in_flight.popleft()
+            else:
+                # Another step may come, and is to be launched before this one ends. Its ring is looked at between.
+                time.sleep(POLL_SECONDS)
+        return bool(self._steps or self._in_flight)
 
     def shutdown(self) -> None:
         self._steps.clear()
+        self._in_flight.clear()
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+
+    @contextmanager
+    def _ends_on_failure(self, step_id: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            logger.exception("step %d failed; the executor ends", step_id)
+            raise
 
     def _progress(self, stage: str, fraction: float) -> None:
         self._context.report(Progress(stage, fraction))

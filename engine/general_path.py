@@ -31,9 +31,8 @@ class TorchPath:
         self._quantization, self._progress = quantization, progress
         self._packed = 0
 
-    def forward(self, num_pages: int, page_size: int) -> TorchForward:
-        """Raises MemoryError where the pages do not fit."""
-        pool = KVPool(self._traced.layers, num_pages, page_size, self._dtype)
+    def forward(self, pool: KVPool) -> TorchForward:
+        """Over these pages."""
         if self._quantization == "int8":
             self._progress(QUANTISING, 0.0)
             quantize_linears(self._loaded.model, host_level(), lambda part: self._progress(QUANTISING, round(part, 1)))

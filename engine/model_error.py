@@ -1,10 +1,14 @@
-"""The one exception of a model that cannot be served."""
+"""The exceptions of a model that cannot be served."""
 
 from __future__ import annotations
 
 
 class ModelError(Exception):
     """The model cannot be loaded or would not be served right: one line, with the reason and the remedy."""
+
+
+class UnsupportedDeviceError(ModelError):
+    """The same of one device, where another may serve the model."""
 
 
 def first_line(error: BaseException) -> str:

@@ -57,12 +57,14 @@ def load_model(
     progress: Progress,
     cache: Path | None = None,
     check_config: Callable[[Any], object] = lambda config: None,
+    device: torch.device | None = None,
 ) -> LoadedModel:
     """Load ``source`` with weights of ``dtype`` (not auto).
 
     Args:
         cache: for converted files; default: the user's.
         check_config: raises ModelError where the configuration is not what was asked for, before weights are read.
+        device: where transformers' loader puts the weights; default: the host. It needs ``accelerate`` for that.
     """
     register_attention()
     path = Path(source.path)
@@ -70,24 +72,30 @@ def load_model(
         raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id")
     progress(LOADING, 0.0)
     if source.kind == "directory":
-        return _load_directory(path, dtype, progress, check_config)
+        return _load_directory(path, dtype, progress, check_config, device)
     file = open_gguf(path)
     if is_plain_llama(file):
         check_config(llama_config(file))
         model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
         return LoadedModel(model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults())
     converted = _convert_gguf(file, dtype, progress, cache if cache is not None else user_cache())
-    loaded = _load_directory(converted, dtype, progress, check_config)
+    loaded = _load_directory(converted, dtype, progress, check_config, device)
     ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)
     return LoadedModel(loaded.model, loaded.config, loaded.architecture, dtype, ends, loaded.defaults)
 
 
-def _load_directory(path: Path, dtype: str, progress: Progress, check_config: Callable[[Any], object]) -> LoadedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _load_directory(
+    path: Path,
+    dtype: str,
+    progress: Progress,
+    check_config: Callable[[Any], object],
+    device: torch.device | None = None,
+) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
 
-    config = _read_config(path, AutoConfig)
+    config = read_config(path)
     check_config(config)
-    with _quiet():
+    with quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -99,7 +107,10 @@ def _load_directory(path: Path, dtype: str, progress: Progress, check_config: Ca
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, in one line
+                **({} if device is None else {"device_map": {"": device}}),
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # transformers and safetensors raise many types for damaged or foreign files
             raise ModelError(_explain_load_failure(path, config, error)) from error
     if info["mismatched_keys"]:
@@ -115,6 +126,11 @@ def _load_directory(path: Path, dtype: str, progress: Progress, check_config: Ca
         )
     progress(LOADING, 1.0)
     generation = getattr(model, "generation_config", None) if (path / "generation_config.json").exists() else None
+    return describe_loaded(model, config, dtype, generation)
+
+
+def describe_loaded(model: nn.Module, config: Any, dtype: str, generation: Any) -> LoadedModel:
+    """``generation``: the checkpoint's own GenerationConfig, or None."""
     return LoadedModel(
         model=model.eval(),
         config=config,
@@ -127,7 +143,10 @@ def _load_directory(path: Path, dtype: str, progress: Progress, check_config: Ca
     )
 
 
-def _read_config(path: Path, auto_config: Any) -> Any:
+def read_config(path: Path) -> Any:
+    """transformers' configuration of a checkpoint. Raises ModelError where it cannot be served."""
+    from transformers import AutoConfig
+
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"{path} has no config.json; give a directory in Hugging Face layout or a GGUF file")
@@ -141,9 +160,9 @@ def _read_config(path: Path, auto_config: Any) -> Any:
         raise ModelError(
             f"{path} is a quantised checkpoint, which is not supported; serve the original model, or a GGUF file of it"
         )
-    with _quiet():
+    with quiet():
         try:
-            config = auto_config.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # unknown architectures and odd configurations come as several types
             kind = raw.get("model_type", "unknown")
             if raw.get("auto_map"):
@@ -188,7 +207,7 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 file.path.parent,
                 gguf_file=file.path.name,
@@ -214,7 +233,7 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers' bars and advice are not for our terminal; its errors come as exceptions."""
     from transformers.utils import logging
 

@@ -13,22 +13,27 @@ the result.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.slot_table import SlotTable
 from ringserve.messages import (
     LogprobColumns,
     ModelRunnerOutput,
+    NewSequence,
     SchedulerOutput,
     SlotPromptLogprobs,
     pack_i32,
-    unpack_i32,
 )
+
+if TYPE_CHECKING:
+    from ringserve.engine.swap_pool import SwapPool
 
 _NO_LOGITS: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 
@@ -60,17 +65,39 @@ class _Plan:
 
 
 class ModelRunner:
-    """Forward pass, sampler and the slots' state."""
+    """Forward pass, sampler and the slots' state. As a ``Runner`` it computes a step as it is submitted."""
 
-    def __init__(self, forward: Forward, page_size: int, sampler: Sampler) -> None:
+    max_in_flight = 1
+
+    def __init__(self, forward: Forward, page_size: int, sampler: Sampler, swap_pool: SwapPool | None = None) -> None:
         self._forward = forward
         self._page_size = page_size
         self._sampler = sampler
+        self._swap_pool = swap_pool
         self._table = SlotTable()
+        self._results: deque[ModelRunnerOutput] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Results that were not collected."""
+        return len(self._results)
+
+    def submit(self, output: SchedulerOutput, received_ns: int = 0) -> None:
+        """Run one step."""
+        self._results.append(self.execute(output, received_ns))
+
+    def is_ready(self) -> bool:
+        """Whether there is a result."""
+        return bool(self._results)
+
+    def collect(self) -> ModelRunnerOutput:
+        """The oldest result."""
+        return self._results.popleft()
 
     def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput:
         """Run one step. A message that does not fit the slots' state raises: the two processes disagree."""
         started_ns = time.monotonic_ns()
+        apply_swaps(self._swap_pool, output)
         slots, counts = self._apply(output)
         plan, wanted = self._plan(slots, counts)
         logits = self._forward.forward(self._table, slots, counts, wanted) if len(slots) else _NO_LOGITS
@@ -95,40 +122,11 @@ class ModelRunner:
 
     def _apply(self, output: SchedulerOutput) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Bring the slots up to date; the rows' slots and token counts."""
-        table = self._table
-        for slot in unpack_i32(output.freed_slots):
-            table.free(slot)
-        for new in output.new_sequences:
-            table.start(new)
-            self._sampler.reset(
-                new.slot, new.sampling, new.choice, table.known_ids(new.slot), int(table.num_prompt[new.slot])
-            )
-        slots = np.frombuffer(output.slots, dtype=np.int32)
-        counts = np.frombuffer(output.num_tokens, dtype=np.int32)
-        page_counts = np.frombuffer(output.new_page_counts, dtype=np.int32)
-        if not len(slots) == len(counts) == len(page_counts):
-            raise RuntimeError(f"step {output.step_id}: columns of different lengths")
-        if not len(slots):
-            return slots, counts
-        unknown = slots[slots >= len(table.active)]
-        if len(unknown) or not table.active[slots].all():
-            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {slots.tolist()}")
-        pages = np.frombuffer(output.new_pages, dtype=np.int32)
-        first = 0
-        for row in np.flatnonzero(page_counts).tolist():
-            last = first + int(page_counts[row])
-            table.add_pages(int(slots[row]), pages[first:last])
-            first = last
-        stops = table.computed[slots] + counts
-        bad = (counts < 1) | (stops > table.length[slots]) | (stops > table.num_pages[slots] * self._page_size)
-        if bad.any():
-            row = int(np.argmax(bad))
-            slot = int(slots[row])
-            raise RuntimeError(
-                f"step {output.step_id}, slot {slot}: {counts[row]} tokens after {table.computed[slot]} of "
-                f"{table.length[slot]} known ones, {table.num_pages[slot]} pages of {self._page_size}"
-            )
-        return slots, counts
+        return self._table.apply(output, self._page_size, self._start)
+
+    def _start(self, new: NewSequence) -> None:
+        num_prompt = int(self._table.num_prompt[new.slot])
+        self._sampler.reset(new.slot, new.sampling, new.choice, self._table.known_ids(new.slot), num_prompt)
 
     def _plan(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> tuple[_Plan, NDArray[np.int32]]:
         """Who gets logits, and the step's tokens that they belong to."""

@@ -34,7 +34,8 @@ class PrefixSharing:
         self.num_hits = 0
 
     def lookup(self, sequence: Sequence) -> list[int] | None:
-        """Cached pages that ``sequence`` may start with; None while the next one is just being computed.
+        """Cached pages that ``sequence`` may start with; None while the next one is just being computed (unless the
+        host has it).
 
         ``num_cached`` says how many tokens they hold: the last one may be its session's and not full.
         """
@@ -45,9 +46,14 @@ class PrefixSharing:
         # The last known token is computed anyway: the next token is drawn from its logits.
         keys = sequence.page_keys[: (sequence.num_known_tokens - 1) // self._kv.page_size]
         pages = self._kv.find(keys)
+        num_swapped = sequence.num_swapped_tokens
         if len(pages) < len(keys) and keys[len(pages)] in self._computing:
-            return None
-        if sequence.request.session is not None and (tail := self._sessions.tail(sequence, len(pages))) is not None:
+            if num_swapped < (len(pages) + 1) * self._kv.page_size:
+                return None
+            return pages
+        if sequence.request.session is None or num_swapped:  # what is on the host ends in a page of its own
+            return pages
+        if (tail := self._sessions.tail(sequence, len(pages))) is not None:
             page, sequence.num_tail_tokens = tail
             pages.append(page)
         return pages

@@ -19,6 +19,7 @@ class PressureLog:
         self._num_preemptions = 0
         self._num_resumptions = 0
         self._num_tokens = 0
+        self._num_swapped_tokens = 0
         self._next_ns = 0
 
     def look(self, scheduler: Scheduler, now_ns: int) -> None:
@@ -26,17 +27,26 @@ class PressureLog:
         if scheduler.num_resumptions == self._num_resumptions or now_ns < self._next_ns:
             return
         stats = scheduler.stats()
+        swapped = ""
+        if stats.num_host_pages:
+            num_tokens = stats.swapped_in_tokens - self._num_swapped_tokens
+            swapped = (
+                f" and {num_tokens} brought back from the host ({stats.num_swapped_pages} of "
+                f"{stats.num_host_pages} pages of the swap space in use)"
+            )
         logger.warning(
-            "%d preempted (priority, or KV pages ran out), %d tokens computed again for it since the last such line; "
+            "%d preempted (priority, or KV pages ran out), %d tokens computed again%s for it since the last such line; "
             "%d of %d pages free, %d running, %d waiting. A larger --kv-cache-memory or a smaller --max-num-seqs "
             "helps; --kv-reservation sequence rules it out.",
             stats.num_preemptions - self._num_preemptions,
             stats.preempted_tokens - self._num_tokens,
+            swapped,
             stats.num_free_pages,
             stats.num_pages,
             stats.num_running,
             stats.num_waiting,
         )
         self._num_preemptions, self._num_tokens = stats.num_preemptions, stats.preempted_tokens
+        self._num_swapped_tokens = stats.swapped_in_tokens
         self._num_resumptions = scheduler.num_resumptions
         self._next_ns = now_ns + INTERVAL_NS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringserve.engine.model_runner import ModelRunner
+from ringserve.engine.page_swaps import SwapInfo
+from ringserve.engine.runner import Runner
 from ringserve.messages import (
     ExecutorReady,
     NewSequence,
@@ -19,7 +21,7 @@ from ringserve.messages import (
 class Engine:
     """A loaded, checked and warmed up model."""
 
-    runner: ModelRunner
+    runner: Runner
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -28,6 +30,7 @@ class Engine:
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
+    kv_dtype: str
     device: str
     architecture: str
     defaults: SamplingDefaults
@@ -35,6 +38,7 @@ class Engine:
     model_impl: str
     quantization: str
     instructions: str
+    swap: SwapInfo
 
     def ready(self, load_seconds: float) -> ExecutorReady:
         """The message that everybody waits for."""
@@ -47,7 +51,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             architecture=self.architecture,
             defaults=self.defaults,
@@ -56,6 +60,9 @@ class Engine:
             model_impl=self.model_impl,
             quantization=self.quantization,
             instructions=self.instructions,
+            num_host_pages=self.swap.num_host_pages,
+            bytes_per_page=self.swap.bytes_per_page,
+            swap_bytes_per_second=self.swap.bytes_per_second,
         )
 
 

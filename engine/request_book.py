@@ -128,6 +128,7 @@ class RequestBook:
 
     def _end(self, sequence: Sequence) -> None:
         """It holds nothing and waits no more: forget it, and its request with the last choice."""
+        self._residents.swaps.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         del request.live[sequence.choice]

@@ -39,6 +39,26 @@ class Sampled:
     """(slot, reason)."""
 
 
+def known_biases(sampling: SamplingParams, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Ids and values of the logit bias, of tokens that the model has."""
+    ids = np.frombuffer(sampling.logit_bias_ids, dtype=np.int32)
+    known = (ids >= 0) & (ids < vocab_size)
+    return ids[known].astype(np.int64), np.frombuffer(sampling.logit_bias_values, dtype=np.float32)[known]
+
+
+def end_ids(sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    """The tokens that min_tokens hides, ascending."""
+    ends = set(np.frombuffer(sampling.stop_token_ids, dtype=np.int32).tolist())
+    if not sampling.ignore_eos:
+        ends.update(eos_token_ids)
+    return np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Whether the tokens that occurred matter."""
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+
+
 class _Slot:
     """One sequence's sampler."""
 
@@ -56,17 +76,9 @@ class _Slot:
         self.length = len(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.key = (sampling.seed & _WORD, sampling.seed >> 32 & _WORD)
-        bias_ids = np.frombuffer(sampling.logit_bias_ids, dtype=np.int32)
-        known = (bias_ids >= 0) & (bias_ids < vocab_size)
-        self.bias_ids = bias_ids[known].astype(np.int64)
-        self.bias_values = np.frombuffer(sampling.logit_bias_values, dtype=np.float32)[known]
-        ends = set(np.frombuffer(sampling.stop_token_ids, dtype=np.int32).tolist())
-        if not sampling.ignore_eos:
-            ends.update(eos_token_ids)
-        self.end_ids = np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
-        self.has_penalties = (
-            sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        )
+        self.bias_ids, self.bias_values = known_biases(sampling, vocab_size)
+        self.end_ids = end_ids(sampling, eos_token_ids, vocab_size)
+        self.has_penalties = has_penalties(sampling)
         self.counts = (
             TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
         )

@@ -39,6 +39,8 @@ from ringserve.engine.step_booking import book_step
 from ringserve.engine.step_message import step_message
 from ringserve.engine.step_planner import StepPlanner
 from ringserve.engine.step_time import StepTimeModel
+from ringserve.engine.swap_space import SwapCosts, SwapSpace
+from ringserve.engine.swapping import Swapping
 from ringserve.engine.token_budget import TokenBudget
 from ringserve.engine.wait_prediction import WaitPredictor
 from ringserve.messages import (
@@ -65,6 +67,7 @@ class Scheduler:
         config: SchedulerConfig | None = None,
         max_steps_in_flight: int = 2,
         step_times: StepTimeModel | None = None,
+        swap_costs: SwapCosts | None = None,
     ) -> None:
         config = config if config is not None else SchedulerConfig()
         if ready.max_num_seqs < 1 or ready.max_num_batched_tokens < 1 or max_steps_in_flight < 1:
@@ -72,10 +75,13 @@ class Scheduler:
         self._kv = KVManager(ready.num_pages, ready.page_size)
         self._sessions = Sessions(self._kv, config)
         self._prefixes = PrefixSharing(self._kv, config.enable_prefix_caching, self._sessions)
-        self._residents = Residents(self._kv, self._prefixes, ready.max_num_seqs)
+        self._step_times = step_times if step_times is not None else StepTimeModel()
+        if swap_costs is None:
+            swap_costs = SwapCosts(ready.bytes_per_page, ready.swap_bytes_per_second)
+        self._swaps = Swapping(SwapSpace(ready.num_host_pages), swap_costs, ready.page_size, self._step_times)
+        self._residents = Residents(self._kv, self._prefixes, self._swaps, ready.max_num_seqs)
         self._running = self._residents.running
         self._waiting = make_policy(config)
-        self._step_times = step_times if step_times is not None else StepTimeModel()
         budget = TokenBudget(ready.max_num_batched_tokens, config.target_itl_ms * 1e-3, self._step_times)
         self._planner = StepPlanner(self._residents, self._waiting, budget, config)
         predictor = WaitPredictor(self._step_times, ready.max_num_seqs, ready.max_num_batched_tokens, self._kv.capacity)
@@ -192,10 +198,12 @@ class Scheduler:
         return self._commit(plan, now_ns) if plan.num_tokens else None
 
     def _commit(self, plan: StepPlan, now_ns: int) -> SchedulerOutput:
-        record = book_step(plan, self._next_step_id, now_ns, self._kv.page_size, self._prefixes)
+        swaps = self._swaps.take()
+        has_swaps = swaps is not None
+        record = book_step(plan, self._next_step_id, now_ns, self._kv.page_size, self._prefixes, has_swaps)
         for sequence in plan.admitted:
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or now_ns
-        message = step_message(record, plan, self._residents.take_freed_slots())
+        message = step_message(record, plan, self._residents.take_freed_slots(), swaps)
         self._next_step_id += 1
         self._in_flight.append(record)
         return message
@@ -211,7 +219,9 @@ class Scheduler:
         self._sessions.set_time(now_ns)
         self._num_steps += 1
         self._num_computed_tokens += record.shape.num_tokens
-        self._step_times.observe(record.shape, self._executor_times.on_result(output))
+        seconds = self._executor_times.on_result(output)
+        if not record.has_swaps:
+            self._step_times.observe(record.shape, seconds)
         if output.prompt_logprobs:
             by_slot = dict(zip(record.slots, record.sequences, strict=True))
             for chunk in output.prompt_logprobs:
@@ -265,6 +275,11 @@ class Scheduler:
             num_sessions=len(self._sessions),
             executor_busy_ns=self._executor_times.busy_ns,
             executor_idle_ns=self._executor_times.idle_ns,
+            swapped_out_pages=self._swaps.pages_out,
+            swapped_in_pages=self._swaps.pages_in,
+            swapped_in_tokens=self._swaps.tokens_in,
+            num_swapped_pages=self._swaps.num_held,
+            num_host_pages=self._swaps.num_host_pages,
             step_costs=model.costs.terms if model.is_fitted else (),
         )
 
@@ -275,6 +290,7 @@ class Scheduler:
             *self._kv.check_integrity(sequence.block_table for sequence in running),
             *self._prefixes.check_integrity(running),
             *self._sessions.check_integrity(),
+            *self._swaps.check_integrity(waiting, running),
             *integrity.check_running(running, self._kv.page_size),
             *integrity.check_waiting(waiting),
             *integrity.check_known([*running, *waiting]),

@@ -29,7 +29,7 @@ def check_running(running: Iterable[Sequence], page_size: int) -> list[str]:
 
 
 def check_waiting(waiting: Iterable[Sequence]) -> list[str]:
-    """Whoever waits holds nothing."""
+    """Whoever waits holds nothing (host pages apart)."""
     return [
         f"{sequence} waits and holds something"
         for sequence in waiting

@@ -60,6 +60,8 @@ class StepRecord:
     samples: list[bool]
     """It reaches the last known token, so the executor draws the next."""
     shape: StepShape
+    has_swaps: bool
+    """Pages are copied before it: its time is not that of its shape."""
 
 
 @dataclass(frozen=True, slots=True)

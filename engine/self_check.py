@@ -75,6 +75,12 @@ def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int 
     return traced
 
 
+def trace_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int = 1 << 62) -> TracedModel:
+    """The first half of ``check_model``, on whatever device the model is."""
+    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
+        return _trace(model, _sequences(model)[0])
+
+
 def check_other_path(
     model: nn.Module,
     compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
@@ -87,11 +93,14 @@ def check_other_path(
 
     ``compute`` takes sequences of ``lengths`` token ids and returns the logits of all their tokens. The root mean
     square of the differences may be ``tolerance`` of that of the model's own float32 logits (about their mean):
-    rounding is a matter of all logits, so is a mistake. While it runs, windows are small.
+    rounding is a matter of all logits, so is a mistake. While it runs, windows are small and ``model``'s weights are
+    its own again; it may take them, since they are not needed afterwards.
     """
-    with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
+    with torch.inference_mode(), _small_windows(model, max_model_len):
         sequences = _sequences(model, lengths)
-        expected, got = torch.cat(_reference(model, sequences)), torch.cat(list(compute(sequences)))
+        with _float32(model, free_bytes):
+            expected = torch.cat(_reference(model, sequences))
+        got = torch.cat(list(compute(sequences)))
     if not bool(torch.isfinite(expected).all()):
         raise ModelError(NOT_FINITE)
     difference = float((expected - got).square().mean().sqrt() / (expected.std() + 1e-30))
@@ -101,9 +110,9 @@ def check_other_path(
 
 def _sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     """Token ids spread over the vocabulary, the same at every start."""
-    embedding = cast(Any, model).get_input_embeddings()
+    weight = cast(Any, model).get_input_embeddings().weight
     generator = np.random.default_rng(1234)
-    return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in lengths]
+    return [torch.from_numpy(generator.integers(0, weight.shape[0], n)).to(weight.device) for n in lengths]
 
 
 def _forward(
@@ -125,8 +134,8 @@ def _trace(model: nn.Module, token_ids: torch.Tensor) -> TracedModel:
     changed = token_ids.clone()
     half = len(token_ids) // 2
     changed[half] = (changed[half] + 1) % int(token_ids.max() + 1)
-    positions = torch.arange(len(token_ids))
-    rows = torch.tensor([i for i in range(len(token_ids)) if i != half])
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    rows = torch.tensor([i for i in range(len(token_ids)) if i != half], device=token_ids.device)
     context = TracingContext()
     try:
         logits = _forward(model, token_ids, positions, rows, context)

@@ -26,7 +26,7 @@ from ringserve.messages import SamplingParams, SessionRef, TokenizedRequest, unp
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
-    """In the queue; holds no slot and no page (new, or preempted)."""
+    """In the queue; holds no slot and no page (new, or preempted); the swap space may have its pages."""
     RUNNING = "running"
     """Holds a slot and pages."""
     FINISHED = "finished"
@@ -139,6 +139,8 @@ class Sequence:
     num_preemptions: int = 0
     num_thrown_away: int = 0
     """Tokens that were computed when it was preempted last, until it resumes."""
+    num_swapped_tokens: int = 0
+    """Tokens whose keys and values wait for it on the host (``swapping.py``)."""
     first_scheduled_ns: int = 0
     """0: not yet."""
     started: bool = False

@@ -6,12 +6,13 @@ in place. Rows, token ids and block tables grow on demand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.messages import NewSequence, SamplingParams
+from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, unpack_i32
 
 
 class SlotTable:
@@ -37,6 +38,46 @@ class SlotTable:
         self.pages: NDArray[np.int32] = np.zeros((0, 32), np.int32)
         """[slots, pages]: block tables."""
         self.sampling: dict[int, SamplingParams] = {}
+
+    def apply(
+        self, output: SchedulerOutput, page_size: int, on_start: Callable[[NewSequence], None]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Bring the slots up to date, ``on_start`` being told of each sequence that has got one; the rows' slots and
+        token counts.
+
+        Raises RuntimeError for a step that does not fit the slots' state: the two processes disagree.
+        """
+        for slot in unpack_i32(output.freed_slots):
+            self.free(slot)
+        for new in output.new_sequences:
+            self.start(new)
+            on_start(new)
+        slots = np.frombuffer(output.slots, dtype=np.int32)
+        counts = np.frombuffer(output.num_tokens, dtype=np.int32)
+        page_counts = np.frombuffer(output.new_page_counts, dtype=np.int32)
+        if not len(slots) == len(counts) == len(page_counts):
+            raise RuntimeError(f"step {output.step_id}: columns of different lengths")
+        if not len(slots):
+            return slots, counts
+        unknown = slots[slots >= len(self.active)]
+        if len(unknown) or not self.active[slots].all():
+            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {slots.tolist()}")
+        pages = np.frombuffer(output.new_pages, dtype=np.int32)
+        first = 0
+        for row in np.flatnonzero(page_counts).tolist():
+            last = first + int(page_counts[row])
+            self.add_pages(int(slots[row]), pages[first:last])
+            first = last
+        stops = self.computed[slots] + counts
+        bad = (counts < 1) | (stops > self.length[slots]) | (stops > self.num_pages[slots] * page_size)
+        if bad.any():
+            row = int(np.argmax(bad))
+            slot = int(slots[row])
+            raise RuntimeError(
+                f"step {output.step_id}, slot {slot}: {counts[row]} tokens after {self.computed[slot]} of "
+                f"{self.length[slot]} known ones, {self.num_pages[slot]} pages of {page_size}"
+            )
+        return slots, counts
 
     def start(self, new: NewSequence) -> None:
         """Give its slot to a sequence."""

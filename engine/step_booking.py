@@ -7,7 +7,9 @@ from ringserve.engine.scheduler_step import StepPlan, StepRecord
 from ringserve.engine.step_time import StepShape, pairs
 
 
-def book_step(plan: StepPlan, step_id: int, now_ns: int, page_size: int, prefixes: PrefixSharing) -> StepRecord:
+def book_step(
+    plan: StepPlan, step_id: int, now_ns: int, page_size: int, prefixes: PrefixSharing, has_swaps: bool
+) -> StepRecord:
     """The step is final: its tokens count as computed, what it draws as known, pages that it fills can be found."""
     slots, samples = [], []
     num_prompt_tokens = num_context_tokens = num_pairs = 0
@@ -29,4 +31,4 @@ def book_step(plan: StepPlan, step_id: int, now_ns: int, page_size: int, prefixe
             num_pairs += pairs(num_before, num_tokens)
     counts = list(plan.num_tokens.values())
     shape = StepShape(len(counts), sum(counts), num_prompt_tokens, num_context_tokens, num_pairs)
-    return StepRecord(step_id, now_ns, list(plan.num_tokens), slots, counts, samples, shape)
+    return StepRecord(step_id, now_ns, list(plan.num_tokens), slots, counts, samples, shape, has_swaps)

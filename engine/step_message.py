@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ringserve.engine.scheduler_step import StepPlan, StepRecord
 from ringserve.engine.sequence import Sequence
-from ringserve.messages import NewSequence, SchedulerOutput, pack_i32
+from ringserve.messages import NewSequence, PageSwaps, SchedulerOutput, pack_i32
 
 
-def step_message(record: StepRecord, plan: StepPlan, freed_slots: list[int]) -> SchedulerOutput:
+def step_message(
+    record: StepRecord, plan: StepPlan, freed_slots: list[int], swaps: PageSwaps | None
+) -> SchedulerOutput:
     """Columns, in the order of the record."""
     new_pages = plan.new_pages
     counts, pages = [0] * len(record.slots), []
@@ -25,6 +27,7 @@ def step_message(record: StepRecord, plan: StepPlan, freed_slots: list[int]) -> 
         new_pages=pack_i32(pages),
         freed_slots=pack_i32(freed_slots),
         sent_ns=record.scheduled_ns,
+        swaps=swaps,
     )
 
 

@@ -99,7 +99,7 @@ class StepPlanner:
         plan.add(sequence, num_tokens, pages)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        """Throw a sequence's keys and values away; it is computed again from its tokens, later.
+        """Take a sequence's pages away; later they come back from the host, or are computed again from its tokens.
 
         Tokens that steps in flight draw for it are kept when they arrive, so it is not sent again before that.
         """
@@ -107,14 +107,14 @@ class StepPlanner:
         victim.num_preemptions += 1
         plan.remove(victim)
         victim.num_thrown_away = victim.num_computed_tokens
-        self._residents.leave(victim)
+        self._residents.preempt(victim)
         self._waiting.add(victim)
 
     def _admit(self, plan: StepPlan, before: Sequence | None) -> None:
         """Start sequences from the head of the queue; a head that has to wait lets no later one pass.
 
         With ``before``, a running sequence, only those that the policy serves before it.
-        What the prefix cache has is not computed again.
+        What the prefix cache or the host has is not computed again.
         """
         while plan.budget > 0 and (sequence := self._waiting.head()) is not None:
             if before is not None and not self._waiting.precedes(sequence, before):
@@ -124,14 +124,15 @@ class StepPlanner:
             cached = self._residents.prefixes.lookup(sequence)
             if cached is None:
                 return
-            num_cached = self._residents.prefixes.num_cached(sequence, cached)
-            if plan.chunks is not None and plan.chunks.limit(num_cached) == 0:
+            # Those in the prefix cache, or in pages that come back from the host.
+            num_computed = max(self._residents.prefixes.num_cached(sequence, cached), sequence.num_swapped_tokens)
+            if plan.chunks is not None and plan.chunks.limit(num_computed) == 0:
                 return  # before anybody is thrown out for it
             if not self._make_room(sequence, cached, plan):
                 self._misfit = (sequence, self._residents.version)
                 return
             self._waiting.remove(sequence)
-            num_tokens = plan.chunk(num_cached, sequence.num_known_tokens - num_cached)
+            num_tokens = plan.chunk(num_computed, sequence.num_known_tokens - num_computed)
             self._start(sequence, cached, num_tokens, plan)
 
     def _make_room(self, sequence: Sequence, cached: list[int], plan: StepPlan) -> bool:

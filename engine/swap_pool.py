@@ -4,13 +4,23 @@ A page goes as a whole, over all layers: the pages are gathered into a stage on 
 computation takes the stage to (pinned) host memory; back the same way. There are two stages, so that one is filled
 while the other is copied; a stage is used again only after its last copy.
 
-Which host page holds whose data is ``swap_space``'s business, in the scheduler. The scheduler may give a device page
-away as soon as it has asked for its swap, and a host page as soon as it has asked for it back: everything that touches
-either runs in the order it was asked for.
+Which host page holds whose data is ``swapping.py``'s business, in the scheduler. It gives a device page away as soon as
+it has asked for its swap, and a host page once the step that brings it back is planned. That is safe whatever the lane
+delays, since everything that touches either runs in the order in which it was asked for:
+
+* A device page that went out is read by a gather, which is compute: it runs after the steps that wrote the page and
+  before whatever writes it next, another step's tokens or a scatter.
+* A host page is written and read by the lane alone, which runs its transfers in order: a page that is given to
+  something else is written after it was read.
+* A page that comes in is written by a scatter, which is compute, after its transfer (compute waits for the ticket),
+  and so before the step that reads it.
+* A stage is written by a gather only when the lane has done its last transfer (the ticket again), by a transfer only
+  after the compute that was submitted before it, so after the last scatter out of the stage.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +30,13 @@ import torch
 
 from ringserve.engine.array_namespace import ArrayNamespace
 from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.model_error import ModelError
+from ringserve.engine.page_swaps import swap_space_too_large
 from ringserve.engine.transfer_lane import TransferLane
 from ringserve.kernels.page_copy import PageLayout
 
 NUM_STAGES = 2
+_ROUNDS = 4
 
 Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PageLayout], None]
 """``gather_pages`` (slab, ids, stage, layout) or ``scatter_pages`` (stage, ids, slab, layout), of the pool's device."""
@@ -107,6 +120,23 @@ class SwapPool:
             pages_in=self._pages_in,
         )
 
+    def measure(self) -> float:
+        """Bytes a second, one way: the best of a few rounds. The KV pool is left as it was; for the start, when no
+        host page holds anything yet."""
+        count = min(len(self._stages[0]), self._host.shape[0], self._pool.num_pages)
+        device_pages, host_pages = range(1, count + 1), range(count)
+        before = self._pages_out, self._pages_in
+        best = float("inf")
+        for _ in range(_ROUNDS):  # memory is committed in the first, kernels are compiled
+            started = time.perf_counter()
+            self.swap_out(device_pages, host_pages)
+            self._lane.drain()
+            self.swap_in(host_pages, device_pages)
+            self._lane.drain()
+            best = min(best, time.perf_counter() - started)
+        self._pages_out, self._pages_in = before
+        return 2 * count * self._host.shape[1] * self._host.element_size() / max(best, 1e-9)
+
     def _check(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
         if len(device_pages) != len(host_pages):
             raise ValueError(f"{len(device_pages)} device pages for {len(host_pages)} host pages")
@@ -133,6 +163,31 @@ class SwapPool:
     def _to_device(self, host_pages: Sequence[int], rows: torch.Tensor) -> None:
         for source, target in _runs(host_pages):
             rows[target].copy_(self._host[source], non_blocking=True)
+
+
+def make_swap_pool(
+    pool: KVPool,
+    swap_space: int,
+    namespace: ArrayNamespace,
+    lane: TransferLane,
+    gather_pages: Gather,
+    scatter_pages: Gather,
+) -> SwapPool | None:
+    """As many host pages as fit into ``swap_space`` bytes; None for 0 bytes.
+
+    Raises ModelError with one line where that is no page, or more than the host has.
+    """
+    if swap_space == 0:
+        return None
+    page = pool.statistics().bytes_per_page
+    if swap_space < page:
+        raise ModelError(
+            f"--swap-space {swap_space} holds no KV page ({page} bytes); set at least that, or 0 to do without"
+        )
+    try:
+        return SwapPool(pool, swap_space // page, namespace, lane, gather_pages, scatter_pages)
+    except MemoryError as error:
+        raise ModelError(swap_space_too_large(swap_space, None)) from error
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[slice, slice]]:

@@ -6,8 +6,7 @@ sequences wait for: the first the prefill of its tokens, the second two copies o
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -16,23 +15,22 @@ class SwapCosts:
     """What was measured at start."""
 
     bytes_per_page: int
-    bus_bytes_per_second: float
+    bytes_per_second: float
     """Of one direction."""
-    prefill_tokens_per_second: float
     seconds_per_swap: float = 2e-4
     """Of its own, whatever the size: launches and messages, both ways together."""
 
-    def should_swap(self, num_pages: int, num_tokens: int) -> bool:
-        """Whether two copies of so many pages are quicker than computing so many tokens again."""
-        copies = 2 * num_pages * self.bytes_per_page / self.bus_bytes_per_second + self.seconds_per_swap
-        return copies < num_tokens / self.prefill_tokens_per_second
+    def should_swap(self, num_pages: int, recompute_seconds: float) -> bool:
+        """Whether two copies of so many pages are quicker than computing their tokens again."""
+        copies = 2 * num_pages * self.bytes_per_page / self.bytes_per_second + self.seconds_per_swap
+        return copies < recompute_seconds
 
 
 class SwapSpace:
     """Host pages ``0 .. num_pages - 1``; who holds which, by the owner's name."""
 
     def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
+        self.num_pages = num_pages
         self._free = list(range(num_pages))
         """Ascending: low pages first, so that an owner's pages tend to be neighbours, which one copy moves."""
         self._held: dict[Hashable, list[int]] = {}
@@ -55,16 +53,22 @@ class SwapSpace:
     def release(self, owner: Hashable) -> list[int]:
         """The owner's pages, which it no longer holds. Raises KeyError for one that holds none."""
         pages = self._held.pop(owner)
-        for page in pages:
-            insort(self._free, page)
+        self._free = sorted(self._free + pages)  # runs in order: merged in linear time
         return pages
 
     def holds(self, owner: Hashable) -> bool:
         """Whether the owner has pages."""
         return owner in self._held
 
-    def check_integrity(self) -> None:
-        """Every page is free or held, once. Raises AssertionError."""
+    @property
+    def held(self) -> Mapping[Hashable, Sequence[int]]:
+        """Who has which pages."""
+        return self._held
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong; empty when every page is free or held, once."""
         pages = sorted([*self._free, *(page for held in self._held.values() for page in held)])
-        assert pages == list(range(self._num_pages)), pages
-        assert self._free == sorted(self._free)
+        problems = [] if pages == list(range(self.num_pages)) else [f"host pages are lost or shared: {pages}"]
+        if self._free != sorted(self._free):
+            problems.append("free host pages are out of order")
+        return problems

@@ -27,6 +27,9 @@ class TransferLane(Protocol):
     def is_done(self, ticket: Any) -> bool:
         """Whether the ticket's transfer has ended."""
 
+    def drain(self) -> None:
+        """The host waits until all transfers have ended: for measurements."""
+
 
 class ImmediateLane:
     """For CPUs: a transfer is over when it was submitted."""
@@ -39,6 +42,9 @@ class ImmediateLane:
 
     def is_done(self, ticket: None) -> bool:
         return True
+
+    def drain(self) -> None:
+        pass
 
 
 class CudaLane:
@@ -61,3 +67,6 @@ class CudaLane:
 
     def is_done(self, ticket: torch.cuda.Event) -> bool:
         return bool(ticket.query())
+
+    def drain(self) -> None:
+        self._stream.synchronize()

@@ -76,7 +76,7 @@ class WaitPredictor:
         busy = min(lanes, len(running) + len(ahead))
         decoding = StepShape(busy, busy, 0, int(busy * mean_length))
         step_seconds = costs.predict(decoding)
-        prompts = sum(self._prefill_seconds(costs, each, 0, busy) for each in ahead)
+        prompts = sum(self._prefill_seconds(costs, each, each.num_swapped_tokens, busy) for each in ahead)
         prompts += sum(
             self._prefill_seconds(costs, each, each.num_computed_tokens, busy)
             for each in running

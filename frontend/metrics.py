@@ -108,6 +108,13 @@ class Metrics:
         )
         self._step_sequences = self._counter("ringserve_step_sequences", "Sequences advanced, summed over steps.")
         self._preempted_tokens = self._counter("ringserve_preempted_tokens", "Tokens computed again after preemption.")
+        self._swapped_tokens = self._counter(
+            "ringserve_swapped_tokens", "Tokens not computed again after preemption: they came back from the host."
+        )
+        self._swap_space = self._gauge("ringserve_swap_space_pages", "KV pages that the swap space holds.")
+        self._swapped_pages = self._gauge("ringserve_swapped_pages", "KV pages in the swap space.")
+        self._pages_out = self._counter("ringserve_pages_swapped_out", "KV pages copied to the host.")
+        self._pages_in = self._counter("ringserve_pages_swapped_in", "KV pages that came back.")
         self._executor_busy = self._counter("ringserve_executor_busy_seconds", "The executor computed steps.")
         self._executor_idle = self._counter(
             "ringserve_executor_idle_seconds",
@@ -199,6 +206,11 @@ class Metrics:
         self._kv_usage.set(1 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0)
         self._preemptions.inc(max(0, stats.num_preemptions - last.num_preemptions))
         self._preempted_tokens.inc(max(0, stats.preempted_tokens - last.preempted_tokens))
+        self._swapped_tokens.inc(max(0, stats.swapped_in_tokens - last.swapped_in_tokens))
+        self._pages_out.inc(max(0, stats.swapped_out_pages - last.swapped_out_pages))
+        self._pages_in.inc(max(0, stats.swapped_in_pages - last.swapped_in_pages))
+        self._swap_space.set(stats.num_host_pages)
+        self._swapped_pages.set(stats.num_swapped_pages)
         self._prefix_queries.inc(max(0, stats.num_prefix_queries - last.num_prefix_queries))
         self._prefix_hits.inc(max(0, stats.num_prefix_hits - last.num_prefix_hits))
         self._executor_busy.inc(max(0, stats.executor_busy_ns - last.executor_busy_ns) * _NS)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +55,10 @@ class ModelConfig(_Group, frozen=True):
 class ExecutorConfig(_Group, frozen=True):
     """Execution and KV cache"""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Where the model runs. auto: on a GPU where there is one that can serve it, else on the CPU."),
+    ] = "auto"
     model_impl: Annotated[
         Literal["auto", "fast", "transformers"],
         Meta(
@@ -63,9 +67,19 @@ class ExecutorConfig(_Group, frozen=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"],
-        Meta(description="int8: weights in 8 bits, one scale for each output channel, quantised at load."),
+        Literal["none", "int8", "fp8"],
+        Meta(
+            description="int8: weights in 8 bits, one scale for each output channel, quantised at load; fp8: the same "
+            "as float8 e4m3, on GPUs."
+        ),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        Meta(
+            description="Type of keys and values. int8: 8 bits, one scale for each token and kv head, about twice as "
+            "many tokens in the same memory; fp8: the same as float8 e4m3, on GPUs; auto: the model's type."
+        ),
+    ] = "auto"
     threads: Annotated[
         Positive | None,
         Meta(
@@ -83,10 +97,32 @@ class ExecutorConfig(_Group, frozen=True):
     kv_cache_memory: Annotated[
         Positive | None,
         Meta(
-            description="Bytes for the KV cache (suffixes K, M, G allowed). Default: what max-num-seqs sequences of "
-            "max-model-len need, at most 4G and a quarter of the free memory."
+            description="Bytes for the KV cache (suffixes K, M, G allowed). Default on CPUs: what max-num-seqs "
+            "sequences of max-model-len need, at most 4G and a quarter of the free memory; on GPUs: see "
+            "--gpu-memory-utilization."
         ),
     ] = None
+    swap_space: Annotated[
+        NotNegative | None,
+        Meta(
+            description="Bytes of the host's memory (suffixes K, M, G allowed) for KV pages of preempted sequences, "
+            "which come back where copying is quicker than computing them again; 0: always compute again. Default: 4G "
+            "on GPUs, at most a quarter of the host's free memory; 0 on CPUs, where a larger kv-cache-memory is the "
+            "better use of it.",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Part of a GPU's memory that may be in use, by this server and others: the KV cache gets what "
+            "weights and the largest step leave of it.",
+        ),
+    ] = 0.9
+    enforce_eager: Annotated[bool, Meta(description="On GPUs: launch every kernel of a step, use no CUDA graphs.")] = (
+        False
+    )
 
 
 class SchedulerConfig(_Group, frozen=True):
@@ -97,7 +133,7 @@ class SchedulerConfig(_Group, frozen=True):
         Positive | None,
         Meta(
             description="Tokens computed in one step (prompt chunks and decodes together). "
-            "Default: the device's (256 on CPUs)."
+            "Default: the device's (256 on CPUs, 2048 on GPUs)."
         ),
     ] = None
     scheduling_policy: Annotated[

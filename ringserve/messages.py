@@ -243,6 +243,15 @@ class EngineStats(Part, frozen=True):
     """The executor computed steps."""
     executor_idle_ns: int = 0
     """It had none although sequences were to be computed: the gaps between a step's end and the next one's start."""
+    swapped_out_pages: int = 0
+    """KV pages of preempted sequences copied to the host."""
+    swapped_in_pages: int = 0
+    """Those that came back; the others were aborted meanwhile, or the prefix cache still had them."""
+    swapped_in_tokens: int = 0
+    """Tokens that were not computed again after preemption, since they came back from the host."""
+    num_swapped_pages: int = 0
+    """Host pages in use now."""
+    num_host_pages: int = 0
     step_costs: tuple[float, ...] = ()
     """What the step-time model has come to, once it is worth acting on: seconds, in the order of ``STEP_COSTS``."""
 
@@ -382,10 +391,28 @@ class NewSequence(Part, frozen=True):
     """int32: the prompt and whatever was generated before."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose keys and values already lie in the pages (prefix hits)."""
+    """Tokens whose keys and values already lie in the pages (prefix hits), or do once this step's swaps are done."""
     choice: int
     sampling: SamplingParams
     max_tokens: int
+
+
+class PageSwaps(Part, frozen=True):
+    """Pages that go to the host's swap space, and pages that come back; all columns int32.
+
+    Done before the step is: first everything that goes out, entry by entry, then everything that comes in. A page that
+    goes out may be among the step's ``new_pages``, or be one that something comes into; no host page is both written
+    to and read.
+    """
+
+    out_pages: bytes
+    """Of the KV pool."""
+    out_host_pages: bytes
+    """Where each of them goes: 0 .. ``num_host_pages`` - 1."""
+    in_pages: bytes
+    """Of the KV pool."""
+    in_host_pages: bytes
+    """Where each of them comes from; free afterwards."""
 
 
 class SchedulerOutput(Message, frozen=True):
@@ -410,6 +437,8 @@ class SchedulerOutput(Message, frozen=True):
     freed_slots: bytes
     """int32: freed before this step's rows are looked at; the slot may be reused by ``new_sequences`` at once."""
     sent_ns: int = 0
+    swaps: PageSwaps | None = None
+    """None in the usual step."""
 
 
 # ------------------------------------------------------------------------------------ executor -> scheduler
@@ -452,6 +481,12 @@ class ExecutorReady(Message, frozen=True):
     quantization: str = "none"
     instructions: str = ""
     """What the fast path's kernels use: ``avx512`` or ``portable``."""
+    num_host_pages: int = 0
+    """Pages of the swap space, with ids 0 .. num_host_pages - 1; 0: sequences are not swapped."""
+    bytes_per_page: int = 0
+    """Of a KV page, over all layers. With a swap space only, as is the next one."""
+    swap_bytes_per_second: float = 0.0
+    """Between the KV pool and the swap space, one way, measured at start."""
 
 
 class LoadProgress(Message, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 from ringserve.config import ServeConfig, parse_tenant_weights
 
 _SUFFIXES = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
-_SIZES = {"kv_cache_memory", "max_body_size", "ring_capacity"}
+_SIZES = {"kv_cache_memory", "swap_space", "max_body_size", "ring_capacity"}
 
 
 class OptionError(Exception):

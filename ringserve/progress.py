@@ -59,7 +59,7 @@ class StartDisplay:
 
 def ready_line(model: str, summary: Mapping[str, str | int | float]) -> str:
     """URL, model, how it is computed, KV capacity and time taken, in one line."""
-    numbers = "int8" if summary["quantization"] == "int8" else summary["dtype"]
+    numbers = summary["quantization"] if summary["quantization"] != "none" else summary["dtype"]
     path = f"{summary['model_impl']} path" + (f" ({summary['instructions']})" if summary["instructions"] else "")
     return (
         f"ringserve: serving {model} at {summary['url']} | {numbers} on {summary['device']}, {path}, "

@@ -17,7 +17,8 @@ from ringserve.shm.descriptors import Descriptor, create_sealed_memfd
 from ringserve.shm.doorbell import DoorbellHandle
 from ringserve.shm.observer import RingObserverEnd
 from ringserve.shm.roles import Consumer, Producer
-from ringserve.shm.socket_ends import SocketConsumer, SocketProducer, split_send_buffer
+from ringserve.shm.socket_consumer import SocketConsumer
+from ringserve.shm.socket_producer import SocketProducer, split_send_buffer
 from ringserve.shm.support import Transport, choose_transport
 
 MIN_CAPACITY = 64 * 1024

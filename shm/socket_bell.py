@@ -19,7 +19,9 @@ from ringserve.shm.errors import AttachError, ShmError
 from ringserve.shm.forks import FORKS
 
 if TYPE_CHECKING:
-    from ringserve.shm.socket_ends import SocketConsumer, SocketEnd, SocketProducer
+    from ringserve.shm.socket_consumer import SocketConsumer
+    from ringserve.shm.socket_end import SocketEnd
+    from ringserve.shm.socket_producer import SocketProducer
 
 _ARMS, _REFUSED_ARMS, _WAITS, _WAKES, _SPURIOUS_WAKES = range(COUNTERS // 8, COUNTERS // 8 + 5)
 _MAX_EVENTS = 16

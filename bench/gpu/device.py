@@ -1,7 +1,4 @@
-"""Where a phase runs: a CUDA device, or the CPU with Triton's interpreter in a dry run.
-
-Only clocks and graphs differ.
-"""
+"""Where a phase runs, and its clock: ``engine.gpu.device``'s, of a GPU or in a dry run the CPU's."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -10,11 +7,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 
-from ringserve.kernels.gpu.architecture import Architecture, architecture_of
+from ringserve.engine.array_namespace import ArrayNamespace
+from ringserve.engine.gpu import device as engine_device
+from ringserve.engine.transfer_lane import TransferLane
+from ringserve.kernels.gpu.architecture import Architecture
 
 
 class Device:
@@ -22,20 +21,24 @@ class Device:
 
     def __init__(self, dry: bool) -> None:
         self.dry = dry
-        self.torch = torch.device("cpu" if dry else "cuda")
-        self._graph_pool: Any = None
+        self.engine: engine_device.Device = engine_device.HostDevice() if dry else engine_device.CudaDevice()
+        """As the executor sees it."""
+        self.torch = self.engine.torch_device
 
     @property
     def architecture(self) -> Architecture:
         """Whose configurations the kernels get."""
-        if self.dry:
-            return Architecture.LARGE
-        return architecture_of(torch.cuda.get_device_capability()[0], hip=torch.version.hip is not None)
+        return self.engine.architecture
 
     @property
     def num_multiprocessors(self) -> int:
         """For the number of splits."""
-        return 8 if self.dry else int(torch.cuda.get_device_properties(self.torch).multi_processor_count)
+        return self.engine.num_multiprocessors
+
+    @property
+    def namespace(self) -> ArrayNamespace:
+        """Memory for KV pages."""
+        return self.engine.namespace
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,29 +47,19 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if not self.dry:
-            torch.cuda.synchronize()
+        self.engine.synchronize()
 
     def free_bytes(self) -> int:
         """Of the device's memory."""
-        return 1 << 30 if self.dry else int(torch.cuda.mem_get_info()[0])
+        return self.engine.free_bytes()
+
+    def transfer_lane(self) -> TransferLane:
+        """A new one."""
+        return self.engine.transfer_lane()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """``work`` as a CUDA graph: run once before, on a stream of its own, then captured. All graphs share a pool, so
-        none may rely on memory of another; capture the largest first. On a CPU, work itself."""
-        if self.dry:
-            return lambda: void(work())
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
-            work()
-        return graph.replay
+        """``work`` as a graph; see ``engine.gpu.device.Device``."""
+        return self.engine.capture(work)
 
     def seconds(self, work: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
         """The median time of one run of ``work``, by the device's clock."""
@@ -88,7 +81,3 @@ class Device:
                 after.synchronize()
                 times.append(before.elapsed_time(after) / 1000)
         return median(times)
-
-
-def void(_: object) -> None:
-    """Drop a result."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from ringserve.bench.gpu.device import Device
-from ringserve.engine.array_namespace import array_namespace
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.swap_pool import SwapPool
-from ringserve.engine.transfer_lane import CudaLane, ImmediateLane, TransferLane
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
 
 
@@ -23,7 +21,7 @@ def measure_copies(device: Device) -> dict[str, object]:
 
 def check_pool(device: Device) -> dict[str, object]:
     """One slab that CuPy owns and torch sees; swaps out and in; copy on write; a graph over it."""
-    namespace = array_namespace("cpu" if device.dry else "cuda")
+    namespace = device.namespace
     layers = [LayerKV(2, 16, 16)] * 2 if device.dry else [LayerKV(8, 128, 128)] * 32
     num_pages, swapped = (12, 8) if device.dry else (1024, 512)
     pool = KVPool(layers, num_pages, 16, "bfloat16", namespace)
@@ -31,7 +29,7 @@ def check_pool(device: Device) -> dict[str, object]:
         address = pool.slab.data_ptr()
         if pool.slab.device.type != "cuda" or int(pool.array.data.ptr) != address or address % 512:
             raise AssertionError("torch does not see CuPy's memory")
-    lane: TransferLane = ImmediateLane() if device.dry else CudaLane(device.torch)
+    lane = device.transfer_lane()
     swap = SwapPool(pool, swapped, namespace, lane, gather_pages, scatter_pages, stage_pages=4 if device.dry else 64)
     keys = pool.layer(0)[0]
     last = pool.layer(len(layers) - 1)[1]

@@ -8,6 +8,7 @@ import torch
 
 from ringserve.bench.kernel_cases.outcome import Outcome, relative_error
 from ringserve.kernels.gpu.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from ringserve.kernels.gpu.head_rms_norm import head_rms_norm
 from ringserve.kernels.gpu.silu_mul import silu_mul, silu_mul_reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,6 +42,32 @@ def check_add_rms_norm(seed: int, device: str) -> Outcome:
     if residual is not None and not torch.equal(residual.cpu().double(), kept):
         error = float("nan")
     return Outcome(error, TOLERANCE[dtype], f"{dtype} {rows}x{size} {residual is not None=} {unit_offset=} {in_place=}")
+
+
+def check_head_rms_norm(seed: int, device: str) -> Outcome:
+    """Heads of queries and keys inside a fused projection; what lies beside them stays as it is."""
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    dtype = DTYPES[seed % 3]
+    tokens, heads, kv_heads = random.choice([0, 1, 3, 7]), random.choice([1, 3, 4]), random.choice([1, 2])
+    dim = random.choice([16, 24, 64, 80, 128, 256])
+    columns = (heads + 2 * kv_heads) * dim
+    fused = _rows(tokens, columns, random.choice([0, 8]), dtype, generator, device)
+    q, k, v = torch.split(fused, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    weights = [torch.randn(dim, generator=generator).to(dtype) for _ in range(2)]
+    expected = torch.cat(
+        [
+            add_rms_norm_reference(part.cpu().reshape(-1, dim), None, weight, 1e-6)[0].reshape(part.shape)
+            for part, weight in zip((q, k), weights, strict=True)
+        ],
+        dim=1,
+    )
+    values = v.clone()
+    on_device = [weight.to(device) for weight in weights]
+    head_rms_norm(q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim), on_device[0], on_device[1], 1e-6)
+    error = relative_error(torch.cat([q, k], dim=1), expected)
+    if not torch.equal(v, values):
+        error = float("nan")
+    return Outcome(error, TOLERANCE[dtype], f"{dtype} {tokens} tokens, {heads} + {kv_heads} heads of {dim}")
 
 
 def check_silu_mul(seed: int, device: str) -> Outcome:

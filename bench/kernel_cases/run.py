@@ -17,7 +17,7 @@ from ringserve.bench.kernel_cases.linear import check_quantized_linear
 from ringserve.bench.kernel_cases.outcome import Check
 from ringserve.bench.kernel_cases.pages import check_page_copy, check_quantize, check_rope_kv_write
 from ringserve.bench.kernel_cases.prefill import check_far_prefill, check_prefill
-from ringserve.bench.kernel_cases.rows import check_add_rms_norm, check_silu_mul
+from ringserve.bench.kernel_cases.rows import check_add_rms_norm, check_head_rms_norm, check_silu_mul
 from ringserve.bench.kernel_cases.sampling import check_logprobs, check_philox, check_sampling
 
 FAMILIES: dict[str, Check] = {
@@ -29,6 +29,7 @@ FAMILIES: dict[str, Check] = {
     "rope_kv_write": check_rope_kv_write,
     "quantize": check_quantize,
     "add_rms_norm": check_add_rms_norm,
+    "head_rms_norm": check_head_rms_norm,
     "silu_mul": check_silu_mul,
     "page_copy": check_page_copy,
     "quantized_linear": check_quantized_linear,

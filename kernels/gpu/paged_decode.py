@@ -51,22 +51,28 @@ CONFIGS = {
     (Architecture.LARGE, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
     (Architecture.LARGE, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
     (Architecture.LARGE, 2, True): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.LARGE, 4, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.LARGE, 4, True): DecodeConfig(block_n=16, num_warps=4, num_stages=2, min_split=256),
     (Architecture.COMPACT, 1, False): DecodeConfig(block_n=64, num_warps=4, num_stages=4, min_split=256),
     (Architecture.COMPACT, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=4, min_split=256),
     (Architecture.COMPACT, 2, False): DecodeConfig(block_n=64, num_warps=4, num_stages=3, min_split=256),
     (Architecture.COMPACT, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=3, min_split=256),
+    (Architecture.COMPACT, 4, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.COMPACT, 4, True): DecodeConfig(block_n=16, num_warps=4, num_stages=2, min_split=256),
     (Architecture.CDNA, 1, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
     (Architecture.CDNA, 1, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
     (Architecture.CDNA, 2, False): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
     (Architecture.CDNA, 2, True): DecodeConfig(block_n=32, num_warps=4, num_stages=2, min_split=256),
+    (Architecture.CDNA, 4, False): DecodeConfig(block_n=32, num_warps=4, num_stages=1, min_split=256),
+    (Architecture.CDNA, 4, True): DecodeConfig(block_n=16, num_warps=4, num_stages=1, min_split=256),
 }
 """By device, bytes of a key's element, and whether heads are wider than 128. Loads are pipelined on sm_80, sm_90 and
 sm_100, and nothing spills but two registers with heads of 80 on sm_100 (``tests/kernels/gpu`` compiles for them)."""
 
 
 def decode_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> DecodeConfig:
-    """For these pages. float32, a type for tests, has the tiles of float16."""
-    return CONFIGS[architecture, min(k_pages.element_size(), 2), max(k_pages.shape[-1], value_dim) > 128]
+    """For these pages."""
+    return CONFIGS[architecture, k_pages.element_size(), max(k_pages.shape[-1], value_dim) > 128]
 
 
 MAX_SPLITS = 64
@@ -291,7 +297,7 @@ def paged_decode(
     batch, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
     splits = scratch.log_sums.shape[2]
-    k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
+    k_scales, v_scales = scales if scales is not None else (k_pages, v_pages)  # not looked at
     cap = softcap if softcap is not None else 1.0
     window_size = window if window is not None else 0
     block_dv = max(16, triton.next_power_of_2(value_dim))

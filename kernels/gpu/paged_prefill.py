@@ -56,22 +56,28 @@ CONFIGS = {
     (Architecture.LARGE, 1, True): PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=3),
     (Architecture.LARGE, 2, False): PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
     (Architecture.LARGE, 2, True): PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=3),
+    (Architecture.LARGE, 4, False): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.LARGE, 4, True): PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2),
     (Architecture.COMPACT, 1, False): PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
     (Architecture.COMPACT, 1, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=3),
     (Architecture.COMPACT, 2, False): PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
     (Architecture.COMPACT, 2, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=3),
+    (Architecture.COMPACT, 4, False): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.COMPACT, 4, True): PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2),
     (Architecture.CDNA, 1, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
     (Architecture.CDNA, 1, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
     (Architecture.CDNA, 2, False): PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
     (Architecture.CDNA, 2, True): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    (Architecture.CDNA, 4, False): PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
+    (Architecture.CDNA, 4, True): PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1),
 }
 """By device, bytes of a key's element, and whether heads are wider than 128. Loads are pipelined on sm_80, sm_90 and
 sm_100, and nothing spills but a few registers of 8-bit pages (``tests/kernels/gpu`` compiles for them)."""
 
 
 def prefill_config(architecture: Architecture, k_pages: torch.Tensor, value_dim: int) -> PrefillConfig:
-    """For these pages. float32, a type for tests, has the tiles of float16."""
-    return CONFIGS[architecture, min(k_pages.element_size(), 2), max(k_pages.shape[-1], value_dim) > 128]
+    """For these pages."""
+    return CONFIGS[architecture, k_pages.element_size(), max(k_pages.shape[-1], value_dim) > 128]
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,7 @@ def paged_prefill(
     """
     _, heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
-    k_scales, v_scales = scales if scales is not None else (seq_lens, seq_lens)
+    k_scales, v_scales = scales if scales is not None else (k_pages, v_pages)  # not looked at
     cap = softcap if softcap is not None else 1.0
     _prefill[(blocks.sequences.shape[0], kv_heads)](
         q,

@@ -163,7 +163,7 @@ def rope_kv_write(
     _, kv_heads, page_size, value_dim = v_pages.shape
     half = cos.shape[1]
     kind = kv_format(k_pages.dtype)
-    k_scales, v_scales = scales if scales is not None else (cos, sin)
+    k_scales, v_scales = scales if scales is not None else (k_pages, v_pages)  # not looked at
     _rope_kv_write[(tokens, heads + kv_heads)](
         q,
         k,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -199,7 +202,7 @@ def test_a_port_in_use_is_one_line() -> None:
     [
         (("--max-model-len", "1000000"), "max-model-len"),
         (("--max-model-len", "8192", "--kv-cache-memory", "1M"), "kv-cache-memory"),
-        (("--device", "cuda"), "cuda"),
+        (("--quantization", "fp8", "--device", "cpu"), "--quantization fp8 is for GPUs"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(arguments: tuple[str, ...], words: str) -> None:
@@ -209,3 +212,21 @@ def test_what_cannot_start_says_why_in_one_line(arguments: tuple[str, ...], word
     assert len(errors) == 1
     assert words in errors[0]
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for a machine that has one
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "ringserve", "serve", "--device", "cuda", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("ringserve: error:")]
+    assert len(errors) == 1
+    assert re.search(
+        r"--device cuda: (there is no GPU here|torch .* is a build without CUDA|torch sees no GPU)", errors[0]
+    )
+    assert "Traceback" not in result.stderr

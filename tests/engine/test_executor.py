@@ -62,6 +62,7 @@ def executor(path: Path, neighbours: Neighbours, **changes: Any) -> Executor:
         threads=changes.pop("threads", 1),
         block_size=changes.pop("block_size", 8),
         kv_cache_memory=changes.pop("kv_cache_memory", None),
+        swap_space=changes.pop("swap_space", None),
         model_impl=changes.pop("model_impl", "auto"),
         quantization=changes.pop("quantization", "none"),
     )
@@ -95,6 +96,7 @@ def test_start(llama: Path) -> None:
     assert (ready.page_size, ready.num_pages) == (8, 4 * 256 // 8)
     assert (ready.max_num_seqs, ready.max_num_batched_tokens, ready.num_threads) == (4, 256, 1)
     assert (ready.dtype, ready.kv_dtype, ready.device) == ("float32", "float32", "cpu")
+    assert (ready.num_host_pages, ready.bytes_per_page, ready.swap_bytes_per_second) == (0, 0, 0.0)
     assert ready.architecture == "LlamaForCausalLM"
     *progress, started = neighbours.reports
     assert isinstance(started, Started)
@@ -306,3 +308,18 @@ def test_importing_the_actor_does_not_import_torch() -> None:
     """The threads' environment must be set before torch is loaded."""
     code = "import sys, ringserve.engine.executor; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kv_pages", [32, 300])
+def test_swap_space(llama: Path, kv_pages: int) -> None:
+    """Measured with more KV pages than host pages, and with fewer."""
+    neighbours = Neighbours()
+    page = 4 * 2 * (16 + 16) * 8 * 4
+    executor(llama, neighbours, swap_space=100 * page + 1, kv_cache_memory=kv_pages * page).startup()
+    ready = neighbours.sent[-1]
+    assert (ready.num_pages, ready.num_host_pages) == (kv_pages, 100)
+    assert ready.bytes_per_page == page
+    assert 1e6 < ready.swap_bytes_per_second < 1e13
+    message = failure(llama, swap_space=page - 1)
+    assert message == f"--swap-space {page - 1} holds no KV page ({page} bytes); set at least that, or 0 to do without"
+    assert "does not fit into the host's memory" in failure(llama, swap_space=1 << 60)

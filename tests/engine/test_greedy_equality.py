@@ -19,6 +19,14 @@ def executor() -> Iterator[LoadedExecutor]:
     loaded.actor.shutdown()
 
 
+@pytest.fixture(scope="module")
+def small_pages() -> Iterator[LoadedExecutor]:
+    loaded = LoadedExecutor(default_model(), "float32", block_size=8, max_model_len=2048, swap_space=256 << 20)
+    assert loaded.ready.num_host_pages >= 256
+    yield loaded
+    loaded.actor.shutdown()
+
+
 def outputs(core: EngineCore, references: list[Reference]) -> list[list[int]]:
     core.run(greedy(index, reference.prompt, NEW_TOKENS) for index, reference in enumerate(references))
     assert all(core.results[index, 0].reason == "length" for index in range(len(references)))
@@ -48,15 +56,27 @@ def test_with_a_budget_of_32_tokens_per_step(executor: LoadedExecutor, reference
     assert max(times.num_tokens for times in core.times) <= 32
 
 
-def test_with_so_few_pages_that_sequences_are_preempted(references: list[Reference]) -> None:
-    """Small pages, so that every sequence grows by several: more than what admission keeps free."""
-    executor = LoadedExecutor(default_model(), "float32", block_size=8, max_model_len=2048)
+@pytest.mark.parametrize("num_host_pages", [0, 256])
+def test_with_so_few_pages_that_sequences_are_preempted(
+    small_pages: LoadedExecutor, references: list[Reference], num_host_pages: int
+) -> None:
+    """Small pages, so that every sequence grows by several: more than what admission keeps free. With pages on the host
+    what was preempted comes back, without them it is computed again."""
     longest = max(len(reference.prompt) for reference in references) + NEW_TOKENS
-    core = EngineCore(executor, num_pages=-(-longest // 8) + 2, max_model_len=longest)
+    core = EngineCore(
+        small_pages,
+        num_pages=-(-longest // 8) + 2,
+        max_model_len=longest,
+        num_host_pages=num_host_pages,
+        swap_bytes_per_second=1e15,
+    )
     assert_equal_but_for_ties(references, outputs(core, references))
     assert core.stats is not None
     assert core.stats.num_preemptions > 0
+    assert (core.stats.swapped_in_tokens > 0) == (num_host_pages > 0)
+    assert (core.stats.preempted_tokens > 0) == (num_host_pages == 0)
     assert core.stats.num_free_pages == core.stats.num_pages
+    assert core.stats.num_swapped_pages == 0
 
 
 def test_two_steps_are_in_flight(executor: LoadedExecutor, references: list[Reference]) -> None:

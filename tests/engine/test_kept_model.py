@@ -56,7 +56,10 @@ def tokens_of(engine: Engine) -> list[int]:
     one, none = pack_i32([1]), b""
     steps = [SchedulerOutput(1, (new,), pack_i32([0]), pack_i32([20]), pack_i32([2]), pack_i32([1, 2]), none)]
     steps += [SchedulerOutput(n, (), pack_i32([0]), one, pack_i32([0]), none, none) for n in range(2, 7)]
-    found = [unpack_i32(engine.runner.execute(step).token_ids).tolist() for step in steps]
+    found = []
+    for step in steps:
+        engine.runner.submit(step)
+        found.append(unpack_i32(engine.runner.collect().token_ids).tolist())
     engine.runner.close()
     return [token for row in found for token in row]
 

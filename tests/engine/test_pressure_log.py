@@ -35,3 +35,19 @@ def test_one_line_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     assert "\n" not in line
     log.look(engine.scheduler, 10 * INTERVAL_NS)
     assert len(caplog.records) == 2
+
+
+def test_what_came_back_from_the_host_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(executor_ready(num_pages=12, max_num_seqs=4, num_host_pages=6))
+    log = PressureLog()
+    caplog.set_level(logging.WARNING)
+    for request_id in range(1, 9):
+        engine.add(make_request(request_id, 20, 100))
+    engine.run()
+    log.look(engine.scheduler, 1)
+    stats = engine.scheduler.stats()
+    assert stats.preempted_tokens > 0
+    assert stats.swapped_in_tokens > 0
+    line = caplog.records[0].getMessage()
+    assert f"{stats.preempted_tokens} tokens computed again and {stats.swapped_in_tokens} brought back" in line
+    assert "(0 of 6 pages of the swap space in use)" in line

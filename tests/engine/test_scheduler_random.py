@@ -33,6 +33,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         resume_steps=st.sampled_from([32, 0, 3]),
         patience=st.sampled_from([0.0, 0.0, 2e-8]),
         target_itl_ms=st.sampled_from([0.0, 1e-6]),
+        num_host_pages=st.sampled_from([40, 40, 12, 3, 0]),
+        swap_bytes_per_second=st.sampled_from([1e30, 1e30, 3e12]),
     )
     def start(
         self,
@@ -50,10 +52,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         resume_steps: int,
         patience: float,
         target_itl_ms: float,
+        num_host_pages: int,
+        swap_bytes_per_second: float,
     ) -> None:
         if tight:  # slots and budget enough, pages not
             page_size, num_pages, max_num_seqs, budget = 4, 10 + num_pages % 8, 4 + max_num_seqs, 8 + budget
-        ready = executor_ready(page_size, num_pages, max_num_seqs, budget, max_model_len)
+        limits = (page_size, num_pages, max_num_seqs, budget, max_model_len)
+        ready = executor_ready(*limits, num_host_pages, swap_bytes_per_second)
         config = SchedulerConfig(
             enable_prefix_caching=prefix_caching,
             scheduling_policy=policy,

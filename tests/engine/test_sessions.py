@@ -294,11 +294,12 @@ class SessionMachine(RuleBasedStateMachine):
         num_pages=st.sampled_from([16, 24, 40]),
         share=st.sampled_from([0.5, 1.0, 0.1]),
         steps=st.sampled_from([2, 1]),
+        num_host_pages=st.sampled_from([0, 50, 6]),
     )
-    def start(self, page_size: int, num_pages: int, share: float, steps: int) -> None:
+    def start(self, page_size: int, num_pages: int, share: float, steps: int, num_host_pages: int) -> None:
         self.talks = Talks(num_pages, page_size, SchedulerConfig(session_ttl=9.0, session_pool_share=share))
         self.talks.engine = Engine(
-            executor_ready(page_size, num_pages, 4, 32, 200),
+            executor_ready(page_size, num_pages, 4, 32, 200, num_host_pages),
             steps,
             SchedulerConfig(session_ttl=9.0, session_pool_share=share),
         )

@@ -71,7 +71,7 @@ def test_pages_survive_any_order_of_swaps(dtype: KVDType, lane_type: type[Immedi
             name = random.choice(list(running))
             assert all(_holds(pool, page, name + i) for i, page in enumerate(running[name]))
             free += running.pop(name)
-        space.check_integrity()
+        assert space.check_integrity() == []
     statistics = swap.statistics()
     assert statistics.pages_out > 40
     assert statistics.pages_in > 20
@@ -105,16 +105,16 @@ def test_space_is_given_and_taken_back() -> None:
     with pytest.raises(KeyError):
         space.release("a")
     assert space.num_free == 3
-    space.check_integrity()
+    assert space.check_integrity() == []
 
 
 def test_swapping_pays_for_long_sequences_of_slow_models() -> None:
     # 8B at bfloat16: 2 MiB for 16 tokens; PCIe 5: 50 GB/s; 20,000 tokens/s of prefill.
-    costs = SwapCosts(bytes_per_page=2 << 20, bus_bytes_per_second=50e9, prefill_tokens_per_second=20_000)
-    assert costs.should_swap(num_pages=100, num_tokens=1600)
-    assert not costs.should_swap(num_pages=1, num_tokens=1)
-    tiny = SwapCosts(bytes_per_page=2 << 20, bus_bytes_per_second=5e9, prefill_tokens_per_second=1_000_000)
-    assert not tiny.should_swap(num_pages=100, num_tokens=1600)
+    costs = SwapCosts(bytes_per_page=2 << 20, bytes_per_second=50e9)
+    assert costs.should_swap(num_pages=100, recompute_seconds=1600 / 20_000)
+    assert not costs.should_swap(num_pages=1, recompute_seconds=1 / 20_000)
+    slow = SwapCosts(bytes_per_page=2 << 20, bytes_per_second=5e9)
+    assert not slow.should_swap(num_pages=100, recompute_seconds=1600 / 1_000_000)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 from prometheus_client.parser import text_string_to_metric_families
@@ -116,6 +117,27 @@ def test_engine_counters_go_on_after_a_restart() -> None:
     for num_steps, num_preemptions in ((10, 3), (20, 5), (2, 1), (3, 1)):
         metrics.on_text_outputs(stats(num_steps, num_preemptions), 0)
     assert parse(metrics.render().decode())["num_preemptions_total", ""] == 6
+
+
+def test_swaps() -> None:
+    """Counters and gauges; a scheduler that swaps nothing shows zeros."""
+    metrics = Metrics(MODEL, "1")
+    metrics.on_text_outputs(stats(1, 0), 0)
+    names = ("pages_swapped_out_total", "pages_swapped_in_total", "swapped_tokens_total", "swapped_pages")
+    samples = parse(metrics.render().decode())
+    assert [samples[f"ringserve_{name}", ""] for name in (*names, "swap_space_pages")] == [0] * 5
+    for num_steps, (out, back, tokens, held) in enumerate([(5, 0, 0, 5), (9, 5, 70, 4)], start=2):
+        engine = EngineStats(
+            *(0, 0, 1, 1, 0, 0, num_steps, 0),
+            swapped_out_pages=out,
+            swapped_in_pages=back,
+            swapped_in_tokens=tokens,
+            num_swapped_pages=held,
+            num_host_pages=50,
+        )
+        metrics.on_text_outputs(msgspec.structs.replace(stats(1, 0), stats=engine), 0)
+    samples = parse(metrics.render().decode())
+    assert [samples[f"ringserve_{name}", ""] for name in (*names, "swap_space_pages")] == [9, 5, 70, 4, 50]
 
 
 def test_buckets() -> None:

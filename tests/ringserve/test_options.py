@@ -46,6 +46,8 @@ def test_values_from_a_file_have_types(tmp_path: Path) -> None:
         ({"ring_capacity": "1K"}, "--ring-capacity"),
         ({"kv_cache_memory": "lots"}, "'lots' is not a size such as"),
         ({"kv_cache_memory": "-1G"}, "--kv-cache-memory"),
+        ({"swap_space": "-1"}, "--swap-space"),
+        ({"swap_space": "much"}, "'much' is not a size such as"),
         ({"api_key": [""]}, "--api-key"),
         ({"revision": "main"}, "--revision: needs a hub MODEL"),
         ({"chat_template": "/nowhere/template.jinja"}, "--chat-template: /nowhere/template.jinja: no such file"),

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from shm_workshop import Link, Workshop
 
-from ringserve.shm import ChannelClosed, Consumer, Doorbell, PeerDied, Producer, socket_ends
+from ringserve.shm import ChannelClosed, Consumer, Doorbell, PeerDied, Producer, socket_end, socket_producer
 from ringserve.shm.channel import SocketCarrier
 
 NOTHING: list[Producer] = []
@@ -329,7 +329,7 @@ def test_what_was_put_is_sent_without_another_call(socket_workshop: Workshop, ca
 
 def test_without_the_reserve_the_rest_is_held(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should the kernel give less than it did when the channel was made, nothing is lost either."""
-    monkeypatch.setattr(socket_ends, "_RESERVED_SEND_BUFFER", 1)
+    monkeypatch.setattr(socket_producer, "_RESERVED_SEND_BUFFER", 1)
     sent = 0
     while link.producer.try_put(b"%05d" % sent + bytes(5000)):
         sent += 1
@@ -370,7 +370,7 @@ def raw(link: Link) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("left", [1, 7, 8, 9, 11])
 def test_a_frame_cut_short_by_a_death_is_not_delivered(link: Link, raw: socket.socket, left: int) -> None:
     say(link, b"whole")
-    raw.send((socket_ends._HEADER.pack(4, 1 << 16) + b"four")[:left])
+    raw.send((socket_end.HEADER.pack(4, 1 << 16) + b"four")[:left])
     assert link.consumer.drain() == [b"whole"]
     assert link.consumer.drain() == []
     assert link.sink.arm([link.consumer])
@@ -383,7 +383,7 @@ def test_a_frame_cut_short_by_a_death_is_not_delivered(link: Link, raw: socket.s
 
 def test_frames_arrive_in_pieces(link: Link, raw: socket.socket) -> None:
     stream = b"".join(
-        socket_ends._HEADER.pack(length, number << 16) + bytes([number]) * length
+        socket_end.HEADER.pack(length, number << 16) + bytes([number]) * length
         for number, length in enumerate((0, 1, 5, 300, 0, 8))
     )
     got: list[bytes] = []

@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from late_lane import LateLane
 
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, SchedulerSettings
 from ringserve.engine.executor import Executor
+from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.scheduler_loop import SchedulerActor
+from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
     EngineStats,
     ExecutorReady,
@@ -86,13 +89,29 @@ class LoadedExecutor:
         )
         self.actor.startup()
         (self.ready,) = (m for m in self.to_scheduler.messages if isinstance(m, ExecutorReady))
+        if (swap_pool := self.swap_pool) is not None:
+            swap_pool._lane = LateLane()  # what forgets to wait for a transfer meets old data
         self.to_scheduler.messages.clear()
+
+    @property
+    def swap_pool(self) -> SwapPool | None:
+        """Where preempted sequences' pages go."""
+        assert isinstance(self.actor._runner, ModelRunner)
+        return self.actor._runner._swap_pool
+
+
+class PreparedExecutor(Protocol):
+    """An executor actor that computes."""
+
+    actor: Executor
+    ready: ExecutorReady
+    to_scheduler: Box
 
 
 class EngineCore:
     """A fresh scheduler in front of a loaded executor; ``limits`` replace fields of ExecutorReady."""
 
-    def __init__(self, executor: LoadedExecutor, config: SchedulerConfig | None = None, **limits: Any) -> None:
+    def __init__(self, executor: PreparedExecutor, config: SchedulerConfig | None = None, **limits: Any) -> None:
         self._executor = executor
         self._steps = Box()
         self._tokens = Box()

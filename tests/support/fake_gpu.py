@@ -119,8 +119,9 @@ def _forget() -> None:
 
 
 @contextmanager
-def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
-    """Launches inside compile for ``target`` and are recorded."""
+def compile_only(target: GPUTarget, *, resources: bool = True) -> Iterator[list[Compiled]]:
+    """Launches inside compile for ``target`` and are recorded; ``resources``: with registers and stack, which takes
+    long where there are many launches."""
     run, active = JITFunction.run, driver._active
     compiled: list[Compiled] = []
 
@@ -133,7 +134,7 @@ def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
                 asm=kernel.asm,
                 shared=kernel.metadata.shared,
                 variant=kernel.hash,
-                **dict(zip(("registers", "stack"), _resources(kernel, target), strict=True)),
+                **dict(zip(("registers", "stack"), _resources(kernel, target) if resources else (0, 0), strict=True)),
             )
         )
         return kernel

@@ -7,6 +7,7 @@ import torch
 from ringserve.kernels.gpu.add_rms_norm import add_rms_norm
 from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.draw import draw
+from ringserve.kernels.gpu.head_rms_norm import head_rms_norm
 from ringserve.kernels.gpu.kv_format import KVFormat
 from ringserve.kernels.gpu.page_copy import copy_pages, gather_pages, scatter_pages
 from ringserve.kernels.gpu.paged_decode import DecodeScratch, decode_config, paged_decode
@@ -122,6 +123,9 @@ def launch_rope(kind: KVFormat = KVFormat.NATIVE, *, dim: int = 128, tokens: int
 def launch_rows(rows: int = 3, size: int = 4096) -> None:
     x, residual = torch.empty(rows, size, dtype=torch.bfloat16), torch.empty(rows, size, dtype=torch.bfloat16)
     add_rms_norm(x, residual, torch.empty(size, dtype=torch.bfloat16), 1e-5, x)
+    heads = torch.empty(rows, 10, 128, dtype=torch.bfloat16)
+    weight = torch.empty(128, dtype=torch.bfloat16)
+    head_rms_norm(heads[:, :8], heads[:, 8:], weight, weight, 1e-6)
     silu_mul(torch.empty(rows, 2 * size, dtype=torch.bfloat16), x)
 
 

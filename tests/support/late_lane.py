@@ -23,3 +23,6 @@ class LateLane:
 
     def is_done(self, ticket: int) -> bool:
         return ticket <= self._done
+
+    def drain(self) -> None:
+        self.wait(self._done + len(self._waiting))

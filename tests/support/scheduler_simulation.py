@@ -16,12 +16,14 @@ import msgspec
 from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
+from ringserve.engine.swap_space import SwapCosts
 from ringserve.messages import (
     NO_TARGETS,
     ExecutorReady,
     LogprobColumns,
     ModelRunnerOutput,
     NewSequence,
+    PageSwaps,
     PromptLogprobs,
     RequestRefused,
     ResumedChoice,
@@ -53,6 +55,8 @@ def executor_ready(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
+    num_host_pages: int = 0,
+    swap_bytes_per_second: float = 1e30,
 ) -> ExecutorReady:
     return ExecutorReady(
         vocab_size=VOCAB_SIZE,
@@ -67,6 +71,9 @@ def executor_ready(
         device="cpu",
         architecture="Fake",
         defaults=SamplingDefaults(),
+        num_host_pages=num_host_pages,
+        bytes_per_page=1000 if num_host_pages else 0,
+        swap_bytes_per_second=swap_bytes_per_second if num_host_pages else 0.0,
     )
 
 
@@ -162,6 +169,9 @@ class FakeExecutor:
         self.ready = ready
         self.slots: dict[int, Slot] = {}
         self.memory: dict[tuple[int, int], int] = {}
+        """By (page, position in it)."""
+        self.host_memory: dict[int, dict[int, int]] = {}
+        self.pages_out = self.pages_in = 0
         self.next_step_id = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
@@ -173,6 +183,8 @@ class FakeExecutor:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         assert step.step_id == self.next_step_id
         self.next_step_id += 1
+        if step.swaps is not None:
+            self._swap(step.swaps)
         for number in unpack_i32(step.freed_slots):
             del self.slots[number]
         rows = list(unpack_i32(step.slots))
@@ -248,6 +260,29 @@ class FakeExecutor:
     @property
     def page_size(self) -> int:
         return self.ready.page_size
+
+    def _swap(self, swaps: PageSwaps) -> None:
+        """Out, then in; a page that nobody has asked to be written reads as nothing afterwards."""
+        out, out_host = unpack_i32(swaps.out_pages).tolist(), unpack_i32(swaps.out_host_pages).tolist()
+        back, back_host = unpack_i32(swaps.in_pages).tolist(), unpack_i32(swaps.in_host_pages).tolist()
+        assert len(out) == len(out_host)
+        assert len(back) == len(back_host)
+        assert out or back, "an empty message of swaps"
+        assert len(set(out_host)) == len(out_host)
+        assert len(set(back)) == len(back)
+        assert len(set(back_host)) == len(back_host)
+        assert all(1 <= page <= self.ready.num_pages for page in (*out, *back))
+        assert all(0 <= page < self.ready.num_host_pages for page in (*out_host, *back_host))
+        for page, host_page in zip(out, out_host, strict=True):
+            cells = {at: token for at in range(self.page_size) if (token := self.memory.get((page, at))) is not None}
+            assert cells, "a page that nothing was written to goes out"
+            self.host_memory[host_page] = cells
+        for page, host_page in zip(back, back_host, strict=True):
+            for at in range(self.page_size):
+                self.memory.pop((page, at), None)
+            self.memory.update({(page, at): token for at, token in self.host_memory.pop(host_page).items()})
+        self.pages_out += len(out)
+        self.pages_in += len(back)
 
     def _take_pages(self, step: SchedulerOutput, rows: list[int]) -> None:
         pages = list(unpack_i32(step.new_pages))
@@ -350,7 +385,9 @@ class Engine:
         self, ready: ExecutorReady, max_steps_in_flight: int = 2, config: SchedulerConfig | None = None
     ) -> None:
         self.ready = ready
-        self.scheduler = Scheduler(ready, config, max_steps_in_flight)
+        # Steps take next to no time here; what a swap costs whatever its size would always be more.
+        costs = SwapCosts(ready.bytes_per_page, ready.swap_bytes_per_second, seconds_per_swap=0.0)
+        self.scheduler = Scheduler(ready, config, max_steps_in_flight, swap_costs=costs)
         self.executor = FakeExecutor(ready)
         self.steps: list[SchedulerOutput] = []
         self.in_flight: deque[ModelRunnerOutput] = deque()
@@ -406,6 +443,8 @@ class Engine:
         assert not self.in_flight
         stats = self.scheduler.stats()
         assert stats.num_free_pages == stats.num_pages == self.ready.num_pages
+        assert (stats.num_swapped_pages, stats.num_host_pages) == (0, self.ready.num_host_pages)
+        assert (stats.swapped_out_pages, stats.swapped_in_pages) == (self.executor.pages_out, self.executor.pages_in)
         assert (stats.num_running, stats.num_waiting, self.scheduler.num_requests) == (0, 0, 0)
         assert self.scheduler.num_free_slots == self.ready.max_num_seqs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ringserve.engine.model_runner import ModelRunner
 from ringserve.messages import (
     ModelRunnerOutput,
     NewSequence,
@@ -48,10 +48,16 @@ class Job:
         return len(self.generated_before) + len(self.tokens) >= self.max_tokens
 
 
+class Executes(Protocol):
+    """Either runner."""
+
+    def execute(self, output: SchedulerOutput, received_ns: int = 0) -> ModelRunnerOutput: ...
+
+
 class StepPlanner:
     """Runs jobs to their end through one runner."""
 
-    def __init__(self, runner: ModelRunner, num_pages: int, page_size: int, num_slots: int, budget: int) -> None:
+    def __init__(self, runner: Executes, num_pages: int, page_size: int, num_slots: int, budget: int) -> None:
         self._runner = runner
         self._free_pages = list(range(1, num_pages + 1))
         self._page_size = page_size

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 import triton
 from fake_gpu import GFX942, SM_80, SM_90, SM_100, Compiled, compile_only
 from hot_launches import (
@@ -117,6 +118,14 @@ def test_all_attention(target: str, dim: int, kind: KVFormat, window: int | None
     _check_attention(target, dim, kind, window, softcap)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_float32_fits_everywhere(dim: int) -> None:
+    """On the smallest GPUs as well, whose configurations are those of sm_80."""
+    for launch in (launch_decode, launch_prefill):
+        kernel, *_ = _compile(SM_80, partial(launch, Architecture.COMPACT, dim, torch.float32))
+        assert kernel.shared <= COMPACT_LIMIT, f"{kernel.name}: {kernel.shared} bytes of shared memory"
+
+
 def _check_others(name: str) -> None:
     target, architecture = TARGETS[name]
 
@@ -177,6 +186,7 @@ def test_serving_compiles_nothing_twice() -> None:
         "_prefill": 1,
         "_rope_kv_write": 1,
         "_add_rms_norm": 1,
+        "_head_rms_norm": 1,
         "_silu_mul": 1,
         "_process_logits": 1,
         "_draw": 1,

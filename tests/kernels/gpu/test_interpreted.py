@@ -23,6 +23,7 @@ CASES = {
     "rope_kv_write": 70,
     "quantize": 2,
     "add_rms_norm": 40,
+    "head_rms_norm": 20,
     "silu_mul": 20,
     "page_copy": 20,
     "quantized_linear": 30,
@@ -41,7 +42,7 @@ GROUPS = [
     ["prefill", "far_prefill"],
     ["rope_kv_write", "quantize", "page_copy"],
     ["sampling", "philox", "logprobs"],
-    ["casts", "add_rms_norm", "silu_mul", "quantized_linear"],
+    ["casts", "add_rms_norm", "head_rms_norm", "silu_mul", "quantized_linear"],
 ]
 """What shares a process: starting one takes longer than many a family."""
 
