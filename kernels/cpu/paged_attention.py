@@ -94,7 +94,8 @@ def _softmax_row(
 
 
 @compiled
-def _fetch(start: int, size: int) -> None:
+def fetch_lines(start: int, size: int) -> None:
+    """Ask for so many bytes, into L2."""
     for line in range(0, size, 64):
         prefetch_l2(start + line)
 
@@ -150,8 +151,8 @@ def attend(
         if page * page_size <= last_position:
             ahead, ahead_keys = load_i32(table + 4 * page) * page_stride, last_position + 1 - page * page_size
         if ahead_keys < page_size:  # a page that is partly filled: the products would fetch all of it
-            _fetch(keys + ahead, (ahead_keys + 15) // 16 * (32 * dim))
-            _fetch(values + ahead, (ahead_keys + 1) // 2 * (4 * dim))
+            fetch_lines(keys + ahead, (ahead_keys + 15) // 16 * (32 * dim))
+            fetch_lines(values + ahead, (ahead_keys + 1) // 2 * (4 * dim))
             ahead = at
         pair_product(
             level,
