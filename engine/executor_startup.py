@@ -13,12 +13,14 @@ from typing import Literal, cast
 import torch
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
 from ringserve.engine.fast_weights import NotApplicableError
 from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
+from ringserve.engine.kv_dtype import choose_kv_dtype
 from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
@@ -72,6 +74,7 @@ class Engine:
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
+    kv_dtype: str
     device: str
     architecture: str
     defaults: SamplingDefaults
@@ -91,7 +94,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             architecture=self.architecture,
             defaults=self.defaults,
@@ -133,6 +136,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     check_threads(max(threads, fast_threads))
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device.name)
     with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
         # Reading what an earlier start packed takes no interpreter: it goes on while transformers is imported.
         packer = reader.submit(_packer, settings, dtype)
@@ -143,7 +147,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
             check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
         )
         max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-        fast = _fast_model(loaded, settings, page_size, max_model_len, progress, packer.result)
+        fast = _fast_model(loaded, settings, page_size, kv_dtype, max_model_len, progress, packer.result)
     traced = None
     if fast is None:
         progress(CHECKING, 0.0)
@@ -153,7 +157,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     vocab_size = fast.weights.shape.vocab_size if fast is not None else _checked(traced).vocab_size
 
     budget = plan_kv(
-        bytes_per_page=bytes_per_page(layers, page_size, dtype),
+        bytes_per_page=bytes_per_page(layers, page_size, kv_dtype),
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
@@ -164,7 +168,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     if budget.note is not None:
         logger.warning("%s", budget.note)
     try:
-        pool = KVPool(layers, budget.num_pages, page_size, dtype)
+        pool = KVPool(layers, budget.num_pages, page_size, kv_dtype)
     except MemoryError as error:
         raise ModelError(
             f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
@@ -217,6 +221,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device.name,
         architecture=loaded.architecture,
         defaults=loaded.defaults,
@@ -241,6 +246,7 @@ def _fast_model(
     loaded: LoadedModel,
     settings: ExecutorSettings,
     page_size: int,
+    kv_dtype: KVDType,
     max_model_len: int,
     progress: Progress,
     packer: Callable[[], Packer],
@@ -258,6 +264,7 @@ def _fast_model(
             free_memory(),
             progress,
             packer=packer,
+            kv_dtype=kv_dtype,
         )
     except NotApplicableError as error:
         if asked == "fast":

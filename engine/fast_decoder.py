@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.fast_weights import DecoderWeights, LayerWeights, Linear
 from ringserve.engine.kv_pool import KVPool
 from ringserve.kernels.cpu import decoder as k
@@ -19,9 +20,12 @@ from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
+from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
+KV_STORAGE: dict[KVDType, k.KVStorage] = {"bfloat16": k.KV_BFLOAT16, "int8": k.KV_INT8}
+"""What the pool's types are to compiled code. It knows no others."""
 HEAD_GROUP = 4
 """Panels of the output layer that a thread takes at once; of other layers one (or one of gate and one of up)."""
 
@@ -39,6 +43,16 @@ def segment_length(group: int) -> int:
     return max(2, min(16, MAX_ROWS // group // 2 * 2))
 
 
+def _addresses(pool: KVPool, layer: int) -> dict[str, int]:
+    """Where a layer's keys and values lie."""
+    keys, values = pool.layer(layer)
+    fields = {"KEYS": keys.data_ptr(), "VALUES": values.data_ptr()}
+    scales = pool.scales(layer)
+    if scales is not None:
+        fields |= {"KEY_SCALES": scales[0].data_ptr(), "VALUE_SCALES": scales[1].data_ptr()}
+    return fields
+
+
 class FastDecoder:
     """A decoder on the fast path. Not thread-safe: one caller, which is the team's leader."""
 
@@ -51,13 +65,13 @@ class FastDecoder:
         level: Level,
         max_tokens: int,
     ) -> None:
-        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step."""
+        """``pool``: of bfloat16 or int8, pages of 16 tokens and more; ``max_tokens``: of an ordinary step."""
         shape = weights.shape
         page_size = pool.page_size
         self._weights, self._windows = weights, windows
         self._pool = pool  # compiled code knows addresses only: whoever computes keeps the memory
-        layers = [pool.layer(index) for index in range(shape.layers)]
-        self._pages = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
+        kv = KV_STORAGE[pool.statistics().dtype]
+        self._pages = [_addresses(pool, index) for index in range(shape.layers)]
         self._shape, self._page_size = shape, page_size
         self._int8 = weights.layers[0].down.int8
         self._group = shape.heads // shape.kv_heads
@@ -72,7 +86,8 @@ class FastDecoder:
             count += shape.layers
         self._operations = np.zeros((count, k.FIELDS), np.int64)
         self._records = aligned_zeros((count * RECORD,), np.uint8)
-        scratch = max(scratch_bytes(shape.head_dim, page_size), k.GATE_UP_ROWS * 2 * PANEL * 4, 4 * shape.hidden)
+        attention = scratch_bytes_int8 if kv == k.KV_INT8 else scratch_bytes
+        scratch = max(attention(shape.head_dim, page_size), k.GATE_UP_ROWS * 2 * PANEL * 4, 4 * shape.hidden)
         scratch = -(-scratch // 4096) * 4096 + 4096
         self._scratch = aligned_zeros((num_threads * scratch,), np.uint8)
         for field, value in (
@@ -97,6 +112,7 @@ class FastDecoder:
             np.float32(shape.eps),
             np.float32(shape.scale * LOG2_E),
             level,
+            kv,
         )
         if num_threads > 1:  # compiled here, not by the thread that is needed
             stopped = np.zeros(8, np.int64)
@@ -221,7 +237,6 @@ class FastDecoder:
 
     def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:
         shape = self._shape
-        keys, values = self._pages[index]
         maker.add(
             k.NORM,
             WEIGHT=layer.input_norm.ctypes.data,
@@ -231,8 +246,7 @@ class FastDecoder:
         )
         maker.add(k.LINEAR, GROUP=1, **maker.layer(layer.qkv, "normed"), **maker.output("qkv"))
         attention = {
-            "KEYS": keys,
-            "VALUES": values,
+            **self._pages[index],
             "WINDOW": self._windows[index],
             "Q_NORM": 0 if layer.q_norm is None else layer.q_norm.ctypes.data,
             "K_NORM": 0 if layer.k_norm is None else layer.k_norm.ctypes.data,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ringserve.engine.fast_decoder import FastDecoder
+from ringserve.engine.array_namespace import KVDType
+from ringserve.engine.fast_decoder import KV_STORAGE, FastDecoder
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_weights import (
     DecoderWeights,
@@ -43,6 +44,8 @@ CHECK_PAGE_SIZE = 16
 TOLERANCE = {"none": 0.03, "int8": 0.1}
 """Root mean square of the differences of logits, as a part of the logits' spread; a wrong mask or rotation gives one
 beyond 0.25."""
+TOLERANCE_INT8_KV = {"none": 0.05, "int8": 0.15}
+"""The same with keys and values in int8."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,10 @@ def prepare_fast(
     progress: Progress,
     level: Level | None = None,
     packer: Callable[[], Packer] | None = None,
+    kv_dtype: KVDType = "bfloat16",
 ) -> FastModel:
     """Pack ``loaded``'s weights and check the result against the model itself. ``packer`` may know weights that were
-    packed at an earlier start.
+    packed at an earlier start. ``kv_dtype``: of the pages that will be served from, and of the check's.
 
     Raises NotApplicableError where the fast path does not know the model, ModelError where the model cannot be checked.
     """
@@ -94,9 +98,9 @@ def prepare_fast(
     weights = decoder_weights(loaded.model, shape, pack, positions, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level)
-    if not is_compiled():
+    if not is_compiled(level, kv_dtype):
         progress(COMPILING, 0.0)
-    pool = KVPool(model.layers, 16, CHECK_PAGE_SIZE, "bfloat16")
+    pool = KVPool(model.layers, 16, CHECK_PAGE_SIZE, kv_dtype)
     decoder = model.decoder(pool, 1, 64)
     compile_kernels(decoder)
     progress(CHECKING, 0.0)
@@ -105,7 +109,7 @@ def prepare_fast(
             loaded.model,
             lambda sequences: _compute(decoder, layer_windows(loaded.model), sequences),
             CHECK_LENGTHS,
-            TOLERANCE[quantization],
+            TOLERANCE[quantization] if kv_dtype == "bfloat16" else TOLERANCE_INT8_KV[quantization],
             free_bytes,
             max_model_len,
         )
@@ -116,9 +120,9 @@ def prepare_fast(
     return model
 
 
-def is_compiled() -> bool:
+def is_compiled(level: Level, kv_dtype: KVDType) -> bool:
     """Whether the kernels lie in a cache: whether their first call takes no time."""
-    return is_kept(kernels.run_step)
+    return is_kept(kernels.run_step, level, KV_STORAGE[kv_dtype])
 
 
 def compile_kernels(decoder: FastDecoder) -> None:

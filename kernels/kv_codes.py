@@ -1,7 +1,7 @@
 """int8 keys and values: what a head's vector becomes in the KV pool, on CPUs and GPUs.
 
-``code = round(x / scale)`` in int8, ties to even, ``scale = max|x| / 127`` in float32, one for each token and kv head, for
-keys and values apart. The largest error of an element is half a step, max|x| / 254.
+``code = round(x / scale)`` in int8, ties to even, ``scale = max|x| / 127`` in float32, one for each token and kv head,
+for keys and values apart. The largest error of an element is half a step, max|x| / 254.
 """
 
 from __future__ import annotations

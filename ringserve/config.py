@@ -41,8 +41,8 @@ class ModelConfig(_Group, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(
-            description="Type of weights and keys/values; auto: bfloat16 where the processor computes in it, "
-            "else float32."
+            description="Type of weights and of keys/values (but see --kv-cache-dtype); auto: bfloat16 where the "
+            "processor computes in it, else float32."
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -66,6 +66,13 @@ class ExecutorConfig(_Group, frozen=True):
         Literal["none", "int8"],
         Meta(description="int8: weights in 8 bits, one scale for each output channel, quantised at load."),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        Meta(
+            description="Type of keys and values. int8: 8 bits, one scale for each token and kv head, about twice as "
+            "many tokens in the same memory; fp8: the same as float8 e4m3, on GPUs; auto: the model's type."
+        ),
+    ] = "auto"
     threads: Annotated[
         Positive | None,
         Meta(

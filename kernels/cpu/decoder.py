@@ -17,12 +17,15 @@ they end in ``_BYTES``. Activations between operations lie in buffers that the o
 A segment is at most ``SEGMENT`` neighbouring tokens of one sequence, cut at multiples of that number: int64
 [first token of the step, first position, tokens, address of the block table (int32)].
 
+``kv`` says how pages are stored: KV_BFLOAT16 (``kv_pages``) or KV_INT8 (``kv_pages_int8``). It is a tuple whose type
+compiled functions are specialised by, as a level is (``features``): what is not used is not compiled.
+
 This module knows no request: slots, sampling and budgets are the caller's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numba.extending import register_jitable
@@ -30,11 +33,13 @@ from numba.extending import register_jitable
 from ringserve.kernels.cpu.activation import silu_mul, silu_mul_bfloat16
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
+from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
 from ringserve.kernels.cpu.linear_int8 import int8_block
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.paged_attention import attend
+from ringserve.kernels.cpu.paged_attention_int8 import attend_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import quantize_row
 from ringserve.kernels.cpu.rope import rotate
@@ -49,10 +54,16 @@ KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantis
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
 KEYS, VALUES, WINDOW, Q_NORM, K_NORM, QUERIES = range(13, 19)
 FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, CORRECTIONS = range(19, 24)
-FIELDS = 24
+KEY_SCALES, VALUE_SCALES = range(24, 26)
+FIELDS = 26
 
 # FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes.
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2
+
+# How keys and values are stored; see the top of this file.
+KVStorage = tuple[int, ...]
+KV_BFLOAT16: Final[KVStorage] = ()
+KV_INT8: Final[KVStorage] = (1,)
 
 # ROWS_OF: how many rows an operation has.
 TOKENS_ROWS, WANTED_ROWS = 0, 1
@@ -187,7 +198,7 @@ def _rotate_head(x: int, norm: int, dim: int, eps: Any, cos: int, sin: int, out:
 
 
 @compiled
-def _rotate(op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, scratch: int) -> None:
+def _rotate(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, scratch: int) -> None:
     """A segment's tokens, one kv head with its group of query heads."""
     dim, page_size, heads, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[HEADS], sizes[KV_HEADS]
     group = heads // kv_heads
@@ -204,59 +215,95 @@ def _rotate(op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, scratch: 
             for i in range(0, dim, 16):
                 store_bfloat16(queries + 2 * (g * dim + i), load(scratch + 4 * i))
         page = np.int64(load_i32(table + 4 * ((position + t) // page_size)))
-        at = 2 * page_size * dim * (page * kv_heads + kv_head)
+        at = page_size * (page * kv_heads + kv_head)
         slot = (position + t) % page_size
         _rotate_head(row + 4 * dim * (heads + kv_head), op[K_NORM], dim, eps, cos, sin, scratch)
-        write_key(scratch, dim, op[KEYS] + at, slot, scratch + 4 * dim)
-        write_value(row + 4 * dim * (heads + kv_heads + kv_head), dim, op[VALUES] + at, slot)
+        value = row + 4 * dim * (heads + kv_heads + kv_head)
+        room = scratch + 4 * dim
+        if len(kv) == 1:
+            write_key_int8(scratch, dim, op[KEYS] + dim * at, op[KEY_SCALES] + 4 * at, slot, room)
+            write_value_int8(value, dim, op[VALUES] + dim * at, op[VALUE_SCALES] + 4 * at, slot, room)
+        else:
+            write_key(scratch, dim, op[KEYS] + 2 * dim * at, slot, room)
+            write_value(value, dim, op[VALUES] + 2 * dim * at, slot)
 
 
 @compiled
-def _attend(level: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, tile: int, scratch: int) -> None:
+def _attend(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, tile: int, scratch: int) -> None:
     """One kv head of a segment or, with many segments, all: what comes next is then known, and loaded ahead."""
     kv_heads = sizes[KV_HEADS]
     if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS:
         for kv_head in range(kv_heads):
-            _attend_head(level, op, step, sizes, scale, eps, tile, kv_head, kv_heads, scratch)
+            _attend_head(level, kv, op, step, sizes, scale, eps, tile, kv_head, kv_heads, scratch)
     else:
         kv_head = tile % kv_heads
-        _attend_head(level, op, step, sizes, scale, eps, tile // kv_heads, kv_head, kv_head + 1, scratch)
+        _attend_head(level, kv, op, step, sizes, scale, eps, tile // kv_heads, kv_head, kv_head + 1, scratch)
 
 
 @compiled
 def _attend_head(
-    level: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, index: int, kv_head: int, end: int, scratch: int
+    level: Any,
+    kv: Any,
+    op: Any,
+    step: Any,
+    sizes: Any,
+    scale: Any,
+    eps: Any,
+    index: int,
+    kv_head: int,
+    end: int,
+    scratch: int,
 ) -> None:
     dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
     group = sizes[HEADS] // kv_heads
     segment = step[SEGMENTS] + 32 * index
     if step[SINGLE]:
-        _rotate(op, segment, kv_head, sizes, eps, scratch)
+        _rotate(kv, op, segment, kv_head, sizes, eps, scratch)
     token, position = read_i64(segment), read_i64(segment + 8)
     count, table = read_i64(segment + 16), read_i64(segment + 24)
-    head_bytes = 2 * page_size * dim
-    page_bytes = kv_heads * head_bytes
-    keys, values = op[KEYS] + kv_head * head_bytes, op[VALUES] + kv_head * head_bytes
+    first = kv_head * page_size  # counted in tokens: page 0 of this head, and what is read after it
     following = 0
     if kv_head + 1 < end and op[WINDOW] == 0:
-        following = head_bytes + load_i32(table) * page_bytes
-    rows = attend(
-        level,
-        op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token),
-        count * group,
-        group,
-        position,
-        op[WINDOW],
-        scale,
-        keys,
-        values,
-        table,
-        page_bytes,
-        page_size,
-        dim,
-        scratch,
-        following,
-    )
+        following = page_size * (1 + kv_heads * load_i32(table))
+    queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
+    if len(kv) == 1:
+        rows = attend_int8(
+            level,
+            queries,
+            count * group,
+            group,
+            position,
+            op[WINDOW],
+            scale,
+            op[KEYS] + dim * first,
+            op[VALUES] + dim * first,
+            op[KEY_SCALES] + 4 * first,
+            op[VALUE_SCALES] + 4 * first,
+            table,
+            kv_heads,
+            page_size,
+            dim,
+            scratch,
+            following,
+        )
+    else:
+        rows = attend(
+            level,
+            queries,
+            count * group,
+            group,
+            position,
+            op[WINDOW],
+            scale,
+            op[KEYS] + 2 * dim * first,
+            op[VALUES] + 2 * dim * first,
+            table,
+            2 * dim * kv_heads * page_size,
+            page_size,
+            dim,
+            scratch,
+            2 * dim * following,
+        )
     for t in range(count):
         row, column = rows + 4 * t * group * dim, kv_head * group * dim
         at = (token + t) * op[LD_OUTPUT] + column
@@ -273,7 +320,7 @@ def _attend_head(
 
 @compiled
 def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
-    operations, step, sizes, eps, scale, level = context
+    operations, step, sizes, eps, scale, level, kv = context
     op = operations[operation]
     kind = op[KIND]
     scratch = sizes[SCRATCH] + thread * sizes[SCRATCH_BYTES]
@@ -282,11 +329,11 @@ def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
     elif kind == GATE_UP:
         _gate_up(level, op, step, tile, scratch)
     elif kind == ATTEND:
-        _attend(level, op, step, sizes, scale, eps, tile, scratch)
+        _attend(level, kv, op, step, sizes, scale, eps, tile, scratch)
     elif kind == ROTATE:
         segment = step[SEGMENTS] + 32 * tile
         for kv_head in range(sizes[KV_HEADS]):
-            _rotate(op, segment, kv_head, sizes, eps, scratch)
+            _rotate(kv, op, segment, kv_head, sizes, eps, scratch)
     elif kind == EMBED:
         _embed(op, step, sizes, tile)
     elif kind == QUANTISE:
@@ -300,7 +347,7 @@ _walk = make_walk(_run_tile)
 
 @compiled
 def run_step(
-    header: int, records: int, operations: Any, step: Any, sizes: Any, eps: Any, scale: Any, level: Any
+    header: int, records: int, operations: Any, step: Any, sizes: Any, eps: Any, scale: Any, level: Any, kv: Any
 ) -> None:
     """The leader: compute the step that ``step`` describes."""
     epoch = next_epoch(header)
@@ -308,16 +355,25 @@ def run_step(
     for i in range(count):
         set_operation(records + i * RECORD, epoch, _tiles(operations[i], step, sizes))
     start_step(header)
-    _walk(records, count, epoch, 0, (operations, step, sizes, eps, scale, level), step[STAMPS])
+    _walk(records, count, epoch, 0, (operations, step, sizes, eps, scale, level, kv), step[STAMPS])
 
 
 @compiled
 def help_steps(
-    header: int, thread: int, records: int, operations: Any, step: Any, sizes: Any, eps: Any, scale: Any, level: Any
+    header: int,
+    thread: int,
+    records: int,
+    operations: Any,
+    step: Any,
+    sizes: Any,
+    eps: Any,
+    scale: Any,
+    level: Any,
+    kv: Any,
 ) -> None:
     """A helper, until the team is closed."""
     seen = 0
-    context = (operations, step, sizes, eps, scale, level)
+    context = (operations, step, sizes, eps, scale, level, kv)
     while True:
         seen = await_step(header, seen)
         if seen < 0:

@@ -1,14 +1,14 @@
 """Causal attention over int8 keys and values: ``paged_attention`` for pages of ``kv_pages_int8``.
 
-For each query row r (a token's head) with position p_r, key codes ``K_t`` with scale ``k_t`` and value codes ``V_t`` with
-scale ``v_t``:
+For each query row r (a token's head) with position p_r, key codes ``K_t`` with scale ``k_t`` and value codes ``V_t``
+with scale ``v_t``:
 
     s_t   = scale * k_t * (q_r . K_t)                      p_r - window < t <= p_r
     out_r = sum over t of (softmax_t(s) * v_t) V_t
 
 No key and no value is ever widened: the row of queries becomes numbers of 16 bits with one scale for the row, the
-weights of a page times ``v_t`` become numbers of 16 bits with one scale for the page, and the products are exact sums of
-bytes (``quad_product``). 16 bits leave an error below that of bfloat16, which plain pages have there.
+weights of a page times ``v_t`` become numbers of 16 bits with one scale for the page, and the products are exact sums
+of bytes (``quad_product``). 16 bits leave an error below that of bfloat16, which plain pages have there.
 
 A page's weights are taken relative to the largest score that the row sees in that page, so that a page far from the
 running maximum keeps its 16 bits; the running maximum (Milakov and Gimelshein, 2018; Dao et al., 2022) only scales the

@@ -18,6 +18,7 @@ from step_planner import Job, StepPlanner
 
 from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
+from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
@@ -28,6 +29,7 @@ from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
+KV_DTYPES: list[KVDType] = ["bfloat16", "int8"]
 VOCABULARY = 211
 NUM_PAGES = 400
 
@@ -49,8 +51,10 @@ def qwen3(directory: Path) -> LoadedModel:
 
 
 @contextmanager
-def bench_of(model: FastModel, page_size: int = 16, num_threads: int = 1) -> Iterator[FastBench]:
-    bench = make_fast_bench(model, page_size=page_size, num_pages=NUM_PAGES, num_threads=num_threads)
+def bench_of(
+    model: FastModel, page_size: int = 16, num_threads: int = 1, kv_dtype: KVDType = "bfloat16"
+) -> Iterator[FastBench]:
+    bench = make_fast_bench(model, page_size=page_size, num_pages=NUM_PAGES, num_threads=num_threads, kv_dtype=kv_dtype)
     try:
         yield bench
     finally:
@@ -66,13 +70,14 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return ids
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FAMILY)
-def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> None:
+def test_logits_are_the_models_own(directory: Path, name: str, level: Any, kv_dtype: KVDType) -> None:
     """``prepare`` compares them; here it must take the model, and be able to tell a difference."""
     loaded = load_small(directory, name)
     for quantization in ("none", "int8"):
-        model = prepare(loaded, quantization, level)
+        model = prepare(loaded, quantization, level, kv_dtype)
         assert model.weights.shape == decoder_shape(loaded.model)
         damaged = next(layer.self_attn.k_proj for layer in loaded.model.model.layers)  # type: ignore[union-attr]
         kept = damaged.weight.detach().clone()
@@ -85,37 +90,39 @@ def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> No
 
             patch.setattr(fast_startup, "check_other_path", turned)
             with pytest.raises(NotApplicableError, match="its logits differ"):
-                prepare(loaded, quantization, level)
+                prepare(loaded, quantization, level, kv_dtype)
         damaged.weight.data.copy_(kept)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_logits_are_independent_of_company_chunks_and_threads(
-    qwen3: LoadedModel, quantization: str, level: Any
+    qwen3: LoadedModel, quantization: str, level: Any, kv_dtype: KVDType
 ) -> None:
     """Bit for bit: alone, with 1, 7 and 31 others, in chunks of any size, with two threads, after preemption."""
-    model = prepare(qwen3, quantization, level)
+    model = prepare(qwen3, quantization, level, kv_dtype)
     probe, new_tokens = prompt_of(75, 3), 6
-    with bench_of(model) as bench:
+    with bench_of(model, kv_dtype=kv_dtype) as bench:
         run(bench, [job := Job(probe, new_tokens)])
         expected = np.stack(bench.sampler.seen[job.slot])
     assert np.isfinite(expected).all()
 
     def check(companions: int, budget: int, page_size: int, num_threads: int) -> None:
         others = [Job(prompt_of(3 + 5 * i, 10 + i), 2 + i % 5, arrives=i % 4) for i in range(companions)]
-        with bench_of(model, page_size, num_threads) as bench:
+        with bench_of(model, page_size, num_threads, kv_dtype) as bench:
             run(bench, [*others, among := Job(probe, new_tokens, arrives=1)], budget)
             got = np.stack(bench.sampler.seen[among.slot][-new_tokens:])
         assert among.tokens == job.tokens
         assert np.array_equal(got, expected)
 
+    # Pages of the same size throughout: a page's numbers are added up before they join the row's.
     for companions, budget, num_threads in ((0, 7, 1), (1, 32, 2), (7, 64, 1), (31, 50, 2), (31, 512, 1), (0, 512, 2)):
         check(companions, budget, 16, num_threads)
 
     for done in (1, 4):
         again = Job(probe, new_tokens, generated_before=job.tokens[:done])
-        with bench_of(model, num_threads=2) as bench:
+        with bench_of(model, num_threads=2, kv_dtype=kv_dtype) as bench:
             run(bench, [Job(prompt_of(30, 4), 9), again], 40)
             got = np.stack(bench.sampler.seen[again.slot])
         assert again.tokens == job.tokens[done:]

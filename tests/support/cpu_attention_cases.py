@@ -104,7 +104,7 @@ class Sequence:
 
 
 def make_sequence(length: int, dim: int, page_size: int, seed: int = 0, int8: bool = False) -> Sequence:
-    """Random keys and values in shuffled pages; everything that was not written is NaN, or any code with a NaN scale."""
+    """Random keys and values in shuffled pages; what was not written is NaN, or any code with a scale of NaN."""
     rng = np.random.default_rng(seed)
     keys, values = (rng.standard_normal((length, dim), dtype=np.float32) for _ in range(2))
     count = -(-length // page_size)

@@ -45,7 +45,9 @@ def test_equals_the_definition(level: Level, int8: bool, dim: int, group: int, p
 @pytest.mark.parametrize("int8", TYPES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("dim", "page_size", "window"), [(64, 64, 0), (80, 16, 0), (64, 32, 19), (128, 64, 40)])
-def test_a_row_does_not_depend_on_the_rows_around_it(level: Level, int8: bool, dim: int, page_size: int, window: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_around_it(
+    level: Level, int8: bool, dim: int, page_size: int, window: int
+) -> None:
     group, length = 3, 140
     sequence = make_sequence(length, dim, page_size, int8=int8)
     queries = queries_for(length * group, dim)
