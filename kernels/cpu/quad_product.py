@@ -48,9 +48,9 @@ from ringserve.kernels.cpu.pair_product import INTO_L2
 
 def _byte(b: Any, word: Any, byte: int, signed: bool) -> Any:
     """A byte of each int32, lanes or not, widened."""
-    amount = (lambda bits: all_lanes(bits)) if word.type == V16I32 else (lambda bits: ir.Constant(I32, bits))
-    left = b.shl(word, amount(24 - 8 * byte))
-    return b.ashr(left, amount(24)) if signed else b.lshr(left, amount(24))
+    up, down = (all_lanes(bits) if word.type == V16I32 else ir.Constant(I32, bits) for bits in (24 - 8 * byte, 24))
+    left = b.shl(word, up)
+    return b.ashr(left, down) if signed else b.lshr(left, down)
 
 
 def _whole(b: Any, high: Any, low: Any, byte: int, signed: bool) -> Any:
@@ -105,7 +105,8 @@ def _make_tile(rows: int, vectors: int, keys: bool) -> Any:
             for v in range(vectors):
                 prefetch_line(b, lines, 64 * v, INTO_L2)
             columns = [load(b, b.add(b_columns[v], b_at), 0, V16I32) for v in range(vectors)]
-            new_sums, new_highs = [], []
+            new_sums: list[Any] = []
+            new_highs: list[Any] = []
             for r in range(rows):
                 at = b.add(a_rows[r], a_at)
                 high, rest = load(b, at, 0, I32), load(b, b.add(at, low), 0, I32)

@@ -185,14 +185,18 @@ def test_modules_that_were_exchanged_are_not_computed(directory: Path) -> None:
         decoder_shape(loaded.model)
 
 
-@pytest.mark.slow
-def test_the_default_models_distribution_stays() -> None:
-    """512 tokens against float32, as in ``test_int8_linear``: a licence, and a piece of it twice."""
-    source = default_model()
-    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
+def two_texts() -> list[list[int]]:
+    """512 tokens each: a licence, and a piece of it twice, which the model knows the second time."""
+    tokenizer = load_tokenizer(TokenizerSettings(default_model(), None, None)).backend
     licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     ids = tokenizer.encode(licence, add_special_tokens=False).ids
-    texts = [ids[:512], ids[40:296] * 2]
+    return [ids[:512], ids[40:296] * 2]
+
+
+@pytest.mark.slow
+def test_the_default_models_distribution_stays() -> None:
+    """512 tokens against float32, as in ``test_int8_linear``."""
+    source, texts = default_model(), two_texts()
     plain: Any = plain_model(source).eval()
     with torch.inference_mode():
         expected = [plain(torch.tensor([text])).logits[0].double().log_softmax(-1).numpy() for text in texts]
@@ -203,6 +207,20 @@ def test_the_default_models_distribution_stays() -> None:
         for exact, got in zip(expected, found, strict=True):
             assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= most
         assert (expected[1].argmax(axis=1) == found[1].argmax(axis=1)).mean() >= agreement
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_keys_and_values_in_int8_keep_the_distribution(level: Any) -> None:
+    """bfloat16 weights: pages in int8 against pages in bfloat16; docs/benchmarks.md has more texts."""
+    loaded = load_model(default_model(), "bfloat16", lambda stage, fraction: None)
+    texts, found = two_texts(), []
+    for kv_dtype in KV_DTYPES:
+        with bench_of(prepare(loaded, "none", level, kv_dtype), 64, kv_dtype=kv_dtype) as bench:
+            found.append([_log_probabilities(bench, text) for text in texts])
+    for exact, got, agreement in zip(*found, (0.97, 0.98), strict=True):
+        assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= 0.004
+        assert (exact.argmax(axis=1) == got.argmax(axis=1)).mean() >= agreement
 
 
 def _log_probabilities(bench: FastBench, text: list[int]) -> Any:

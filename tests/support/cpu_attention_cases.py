@@ -124,14 +124,14 @@ def make_sequence(length: int, dim: int, page_size: int, seed: int = 0, int8: bo
     scratch = aligned_zeros((max(scratch_bytes(dim, page_size), scratch_bytes_int8(dim, page_size)),), np.uint8)
     at = scratch.ctypes.data
     for t in range(length):
-        page, slot = int(table[t // page_size]) * page_size, t % page_size
+        first, slot = int(table[t // page_size]) * page_size, t % page_size
         if int8:
-            places = [array.ctypes.data + page * dim for array in pages]
-            scale_places = [array.ctypes.data + 4 * page for array in scales]
+            places = [array.ctypes.data + first * dim for array in pages]
+            scale_places = [array.ctypes.data + 4 * first for array in scales]
             write_key_int8(keys[t].ctypes.data, dim, places[0], scale_places[0], slot, at)
             write_value_int8(values[t].ctypes.data, dim, places[1], scale_places[1], slot, at)
         else:
-            places = [array.ctypes.data + 2 * page * dim for array in pages]
+            places = [array.ctypes.data + 2 * first * dim for array in pages]
             write_key(keys[t].ctypes.data, dim, places[0], slot, at)
             write_value(values[t].ctypes.data, dim, places[1], slot)
     return Sequence(keys, values, page_size, pages[0], pages[1], scales if int8 else None, table, scratch)
