@@ -17,6 +17,7 @@ from ringserve.engine.fast_weights import DecoderWeights, LayerWeights, Linear
 from ringserve.engine.kv_pool import KVPool
 from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_spans import state_bytes
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
@@ -81,7 +82,8 @@ class FastDecoder:
         self._buffers: dict[str, NDArray[Any]] = {}
         self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._stamps: NDArray[np.int64] | None = None
-        count = 3 + 9 * shape.layers if self._int8 else 3 + 8 * shape.layers
+        self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        count = 3 + 10 * shape.layers if self._int8 else 3 + 9 * shape.layers
         if self._int8 and not self._heads_are_groups:
             count += shape.layers
         self._operations = np.zeros((count, k.FIELDS), np.int64)
@@ -101,6 +103,8 @@ class FastDecoder:
             (k.SCRATCH, self._scratch.ctypes.data),
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),
+            # Four tiles for each thread are shared well enough as they are.
+            (k.SPLIT_BELOW, 4 * num_threads if num_threads > 1 else 0),
         ):
             self._sizes[field] = value
         self._grow(max_tokens)
@@ -159,6 +163,8 @@ class FastDecoder:
         step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
         step[k.WANTED] = wanted.ctypes.data
         step[k.LOGITS], step[k.LD_LOGITS] = rows.ctypes.data, rows.shape[1]
+        if step[k.SPANS]:
+            step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
         k.run_step(self._team.header, *self._fixed)
         return rows[: len(wanted), : self._shape.vocab_size]
 
@@ -190,6 +196,14 @@ class FastDecoder:
             columns = row_stride(padded(self._shape.vocab_size), 4)
             self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
         return self._logits
+
+    def _room_for_states(self, spans: int) -> int:
+        """The address of memory for the states of all heads in so many spans."""
+        shape = self._shape
+        size = spans * shape.kv_heads * state_bytes(self._group, shape.head_dim)
+        if size > len(self._states):
+            self._states = aligned_zeros((2 * size,), np.uint8)
+        return self._states.ctypes.data
 
     def _grow(self, tokens: int) -> None:
         """Make room for steps of so many tokens."""
@@ -255,10 +269,14 @@ class FastDecoder:
         }
         maker.add(k.ROTATE, **attention)
         if self._int8 and not self._heads_are_groups:
-            maker.add(k.ATTEND, FORMAT=k.FLOAT32, **attention, **maker.output("attended float"))
+            attention |= {"FORMAT": k.FLOAT32, **maker.output("attended float")}
+            maker.add(k.ATTEND, **attention)
+            maker.add(k.MERGE, **attention)
             maker.add_quantise("attended", shape.heads * shape.head_dim, layer.output.k_pad)
         else:
-            maker.add(k.ATTEND, **attention, **maker.packed_output("attended"))
+            attention |= maker.packed_output("attended")
+            maker.add(k.ATTEND, **attention)
+            maker.add(k.MERGE, **attention)
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.output, "attended"), **maker.output("x"))
         maker.add(
             k.NORM,

@@ -10,7 +10,9 @@ they end in ``_BYTES``. Activations between operations lie in buffers that the o
     GATE_UP  y = silu(gate) * up in the next layer's input type
     ROTATE   q, k, v from the fused projection: head norms, rotary embedding; keys and values go into the pages
     ATTEND   y = attention, one (segment, kv head) after the other; with ROTATE inside where no token of the step sees
-             another one's key through the same tile list (steps in which every sequence has one token)
+             another one's key through the same tile list (steps in which every sequence has one token). Where these
+             are few and long, a tile is one span of the keys (``attention_spans``), and
+    MERGE    y = attention, from the spans' states
     QUANTISE y = x as int8 with scales (after operations that produce their output in pieces)
     PICK     y = rms_norm(x[row]) for the rows whose logits are wanted
 
@@ -31,6 +33,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from ringserve.kernels.cpu.activation import silu_mul, silu_mul_bfloat16
+from ringserve.kernels.cpu.attention_spans import SPAN, first_page, merge_states, normalise, state_bytes
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
 from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
@@ -38,8 +41,8 @@ from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
 from ringserve.kernels.cpu.linear_int8 import int8_block
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
-from ringserve.kernels.cpu.paged_attention import attend
-from ringserve.kernels.cpu.paged_attention_int8 import attend_int8
+from ringserve.kernels.cpu.paged_attention import attend, attend_span
+from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, attend_span_int8, split_queries
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import quantize_row
 from ringserve.kernels.cpu.rope import rotate
@@ -47,8 +50,8 @@ from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch
 from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16
 
 # Kinds of operations.
-EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK = range(8)
-KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantise", "pick")
+EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK, MERGE = range(9)
+KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantise", "pick", "merge")
 
 # Columns of an operation.
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
@@ -70,18 +73,22 @@ TOKENS_ROWS, WANTED_ROWS = 0, 1
 
 # What changes from step to step.
 NUM_TOKENS, NUM_SEGMENTS, NUM_WANTED, SINGLE, TOKEN_IDS, SEGMENTS, WANTED, STAMPS, LOGITS, LD_LOGITS = range(10)
+# SINGLE: ATTEND has ROTATE inside. SPANS: of the longest sequence, where ATTEND is cut at them, else 0. STATES: room
+# for the spans' states, [segment, kv head, span].
+SPANS, STATES = range(10, 12)
 STEP_FIELDS = 16
 
 # The model's sizes.
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LD_QUERIES, COS, SIN, SCRATCH, SCRATCH_BYTES, SEGMENT, BF16_TABLE = range(
-    12
-)
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LD_QUERIES, COS, SIN, SCRATCH, SCRATCH_BYTES, SEGMENT = range(11)
+SPLIT_BELOW = 11  # from so many (segment, kv head) on, keys are not cut at spans: there is enough to share
 SIZE_FIELDS = 16
 
 EMBED_ROWS, NORM_ROWS = 16, 8
 """Rows of a tile."""
 WHOLE_SEGMENTS = 8
 """From so many segments on, a tile of ATTEND is a segment with all kv heads."""
+SPLIT_FROM = 2 * SPAN
+"""Keys of the longest sequence from which on a step's attention may be cut at spans."""
 GATE_UP_ROWS = 64
 """Rows whose gate and up projections lie in a thread's scratch memory at once: 24 KiB."""
 
@@ -106,6 +113,10 @@ def _tiles(op: Any, step: Any, sizes: Any) -> Any:
         return _blocks(op[PANELS], op[GROUP])
     if kind == ROTATE:
         return 0 if step[SINGLE] else step[NUM_SEGMENTS]
+    if kind == MERGE:
+        return step[NUM_SEGMENTS] * sizes[KV_HEADS] if step[SPANS] > 0 else 0
+    if step[SPANS] > 0:
+        return step[NUM_SEGMENTS] * sizes[KV_HEADS] * step[SPANS]
     return step[NUM_SEGMENTS] * (1 if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS else sizes[KV_HEADS])
 
 
@@ -232,6 +243,9 @@ def _rotate(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, 
 def _attend(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, tile: int, scratch: int) -> None:
     """One kv head of a segment or, with many segments, all: what comes next is then known, and loaded ahead."""
     kv_heads = sizes[KV_HEADS]
+    if step[SPANS] > 0:
+        _attend_span(level, kv, op, step, sizes, scale, tile, scratch)
+        return
     if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS:
         for kv_head in range(kv_heads):
             _attend_head(level, kv, op, step, sizes, scale, eps, tile, kv_head, kv_heads, scratch)
@@ -264,7 +278,8 @@ def _attend_head(
     first = kv_head * page_size  # counted in tokens: page 0 of this head, and what is read after it
     following = 0
     if kv_head + 1 < end and op[WINDOW] == 0:
-        following = page_size * (1 + kv_heads * load_i32(table))
+        item = 1 if len(kv) == 1 else 2
+        following = op[KEYS] + item * dim * (first + page_size * (1 + kv_heads * load_i32(table)))
     queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
     if len(kv) == 1:
         rows = attend_int8(
@@ -302,8 +317,14 @@ def _attend_head(
             page_size,
             dim,
             scratch,
-            2 * dim * following,
+            following,
         )
+    _write_rows(op, rows, token, count, kv_head, group, dim)
+
+
+@compiled
+def _write_rows(op: Any, rows: int, token: int, count: int, kv_head: int, group: int, dim: int) -> None:
+    """A kv head's float32 results [count * group, dim] in the next layer's input type."""
     for t in range(count):
         row, column = rows + 4 * t * group * dim, kv_head * group * dim
         at = (token + t) * op[LD_OUTPUT] + column
@@ -319,6 +340,83 @@ def _attend_head(
 
 
 @compiled
+def _attend_span(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, tile: int, scratch: int) -> None:
+    """One span of one kv head of a segment of one token, into the span's state."""
+    dim, page_size, kv_heads, spans = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS], step[SPANS]
+    group = sizes[HEADS] // kv_heads
+    span, kv_head = tile % spans, tile // spans % kv_heads
+    segment = step[SEGMENTS] + 32 * (tile // spans // kv_heads)
+    token, position, table = read_i64(segment), read_i64(segment + 8), read_i64(segment + 24)
+    if span > position // SPAN or span < first_page(position, op[WINDOW], page_size) * page_size // SPAN:
+        return
+    first = kv_head * page_size
+    queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
+    state = step[STATES] + tile * state_bytes(group, dim)
+    until = min(position, (span + 1) * SPAN - 1)
+    if len(kv) == 1:
+        split_queries(queries, group, dim, scale, scratch)
+        attend_span_int8(
+            level,
+            group,
+            group,
+            position,
+            op[WINDOW],
+            op[KEYS] + dim * first,
+            op[VALUES] + dim * first,
+            op[KEY_SCALES] + 4 * first,
+            op[VALUE_SCALES] + 4 * first,
+            table,
+            kv_heads,
+            page_size,
+            dim,
+            scratch,
+            span,
+            state,
+            until,
+            0,
+        )
+    else:
+        attend_span(
+            level,
+            queries,
+            group,
+            group,
+            position,
+            op[WINDOW],
+            scale,
+            op[KEYS] + 2 * dim * first,
+            op[VALUES] + 2 * dim * first,
+            table,
+            2 * dim * kv_heads * page_size,
+            page_size,
+            dim,
+            scratch,
+            span,
+            state,
+            until,
+            0,
+        )
+
+
+@compiled
+def _merge(level: Any, op: Any, step: Any, sizes: Any, tile: int) -> None:
+    """The spans of one kv head of a segment."""
+    dim, page_size, kv_heads, spans = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS], step[SPANS]
+    group = sizes[HEADS] // kv_heads
+    kv_head = tile % kv_heads
+    segment = step[SEGMENTS] + 32 * (tile // kv_heads)
+    token, position = read_i64(segment), read_i64(segment + 8)
+    size = state_bytes(group, dim)
+    states = step[STATES] + tile * spans * size
+    first = first_page(position, op[WINDOW], page_size) * page_size // SPAN
+    whole = states + first * size
+    for span in range(first + 1, position // SPAN + 1):
+        merge_states(level, group, dim, whole, states + span * size)
+    normalise(group, dim, whole)
+    _write_rows(op, whole, token, 1, kv_head, group, dim)
+
+
+@compiled
 def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
     operations, step, sizes, eps, scale, level, kv = context
     op = operations[operation]
@@ -330,6 +428,8 @@ def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
         _gate_up(level, op, step, tile, scratch)
     elif kind == ATTEND:
         _attend(level, kv, op, step, sizes, scale, eps, tile, scratch)
+    elif kind == MERGE:
+        _merge(level, op, step, sizes, tile)
     elif kind == ROTATE:
         segment = step[SEGMENTS] + 32 * tile
         for kv_head in range(sizes[KV_HEADS]):
@@ -387,12 +487,13 @@ def plan_step(
 ) -> int:
     """Write the step's token ids and segments: row i takes ``counts[i]`` tokens of slot ``slots[i]`` after
     ``computed[slot]``. ``ids`` int32 [slots, length], ``tables`` int32 [slots, pages]. Returns the number of tokens."""
-    segment, token, single = 0, 0, True
+    segment, token, longest, single = 0, 0, 0, True
     size = sizes[SEGMENT]
     for i in range(slots.shape[0]):
         slot, count = slots[i], counts[i]
         position = computed[slot]
         single = single and count == 1
+        longest = max(longest, position + count)
         for t in range(count):
             token_ids[token + t] = ids[slot, position + t]
         done = 0
@@ -405,5 +506,7 @@ def plan_step(
             segment += 1
             done += length
         token += count
-    step[NUM_TOKENS], step[NUM_SEGMENTS], step[SINGLE] = token, segment, 1 if single else 0
+    split = single and longest >= SPLIT_FROM and segment * sizes[KV_HEADS] < sizes[SPLIT_BELOW]
+    step[SPANS] = (longest + SPAN - 1) // SPAN if split else 0
+    step[NUM_TOKENS], step[NUM_SEGMENTS], step[SINGLE] = token, segment, 1 if single and not split else 0
     return token

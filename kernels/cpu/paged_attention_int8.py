@@ -12,8 +12,9 @@ of bytes (``quad_product``). 16 bits leave an error below that of bfloat16, whic
 
 A page's weights are taken relative to the largest score that the row sees in that page, so that a page far from the
 running maximum keeps its 16 bits; the running maximum (Milakov and Gimelshein, 2018; Dao et al., 2022) only scales the
-page's sum. Pages are taken in ascending order; a row's result is the same in a decode step, in any chunk of a prompt
-and among any neighbours, since every number above is the row's own.
+page's sum. Pages and spans are taken in ascending order, as in ``paged_attention``; a row's result is the same in a
+decode step, in any chunk of a prompt, among any neighbours and on any number of threads, since every number above is
+the row's own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ from typing import Any
 
 import numpy as np
 
+from ringserve.kernels.cpu.attention_spans import (
+    LOWEST,
+    SPAN,
+    clear_state,
+    first_page,
+    maxima_of,
+    merge_states,
+    normalise,
+    scales_of,
+    state_bytes,
+    totals_of,
+)
 from ringserve.kernels.cpu.codes import (
     larger_or_nan,
     largest_or_nan,
@@ -31,7 +44,7 @@ from ringserve.kernels.cpu.codes import (
 )
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32
-from ringserve.kernels.cpu.paged_attention import LOWEST, MAX_ROWS, fetch_lines
+from ringserve.kernels.cpu.paged_attention import MAX_ROWS, fetch_lines
 from ringserve.kernels.cpu.quad_product import key_product, value_product
 from ringserve.kernels.cpu.vector import (
     absolute,
@@ -59,8 +72,8 @@ SMALLEST_STEP = 1e-30
 
 
 def scratch_bytes_int8(dim: int, page_size: int) -> int:
-    """What ``attend_int8`` needs: queries, products, weights, sums, and the running state of each row."""
-    return MAX_ROWS * (2 * dim + 4 * page_size + 2 * page_size + 4 * dim + 64 + 4 * 5)
+    """What ``attend_int8`` needs: queries, four numbers of each row, products, weights, and two states."""
+    return MAX_ROWS * (2 * dim + 4 * 4 + 4 * page_size + 2 * page_size) + 2 * state_bytes(MAX_ROWS, dim)
 
 
 @compiled
@@ -152,6 +165,122 @@ def _softmax_row(
 
 
 @compiled
+def split_queries(queries: int, rows: int, dim: int, scale: Any, scratch: int) -> None:
+    """Prepare ``rows`` rows of bfloat16 for ``attend_span_int8``, at the beginning of its scratch memory."""
+    scales = scratch + MAX_ROWS * 2 * dim
+    for r in range(rows):
+        high = scratch + 2 * dim * r
+        start = scales + 4 * (MAX_ROWS + r)
+        store_f32(scales + 4 * r, scale * _split_query(queries + 2 * dim * r, dim, high, high + dim, start))
+
+
+@compiled
+def attend_span_int8(
+    level: Any,
+    rows: int,
+    group: int,
+    first_position: int,
+    window: int,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    table: int,
+    kv_heads: int,
+    page_size: int,
+    dim: int,
+    scratch: int,
+    span: int,
+    state: int,
+    until: int,
+    following: int,
+) -> None:
+    """One span's part of ``attend_int8``, into ``state`` (``attention_spans``), with the queries that ``split_queries``
+    left in ``scratch``. ``until``: the last position that the caller goes on to; keys up to there are loaded ahead,
+    then those at ``following`` (0: none)."""
+    row_scales = scratch + MAX_ROWS * 2 * dim
+    starts = row_scales + MAX_ROWS * 4
+    factors = starts + MAX_ROWS * 4
+    gains = factors + MAX_ROWS * 4
+    scores = gains + MAX_ROWS * 4
+    weights = scores + MAX_ROWS * 4 * page_size
+    totals, maxima = totals_of(state, rows, dim), maxima_of(state, rows, dim)
+    clear_state(state, rows, dim, np.float32(0))
+    for r in range(rows):
+        store_f32(scales_of(state, rows, dim) + 4 * r, load_f32(row_scales + 4 * r))
+    last_position = min(first_position + (rows - 1) // group, (span + 1) * SPAN - 1)
+    stride = kv_heads * page_size
+    page = max(first_page(first_position, window, page_size), span * SPAN // page_size)
+    while page * page_size <= last_position:
+        base = page * page_size
+        num_keys = min(page_size, last_position + 1 - base)
+        vectors = (num_keys + 15) // 16
+        at = load_i32(table + 4 * page) * stride
+        page += 1
+        ahead = following if following != 0 else keys + dim * at
+        fetch_lines(value_scales + 4 * at, 4 * num_keys)
+        if page * page_size <= until:
+            next_page = load_i32(table + 4 * page) * stride
+            ahead = keys + dim * next_page
+            fetch_lines(key_scales + 4 * next_page, 4 * min(page_size, until + 1 - page * page_size))
+            if until + 1 - page * page_size < page_size:  # partly filled: the product would fetch all of it
+                fetch_lines(ahead, (until + 16 - page * page_size) // 16 * (16 * dim))
+                ahead = keys + dim * at
+        key_product(
+            level,
+            scratch,
+            2 * dim,
+            dim,
+            keys + dim * at,
+            64,
+            16 * dim,
+            dim // 4,
+            scores,
+            4 * page_size,
+            starts,
+            key_scales + 4 * at,
+            rows,
+            vectors,
+            values + dim * at,
+        )
+        for r in range(rows):
+            position = first_position + r // group
+            high = weights + 2 * page_size * r
+            _softmax_row(
+                level,
+                scores + 4 * page_size * r,
+                high,
+                high + page_size,
+                value_scales + 4 * at,
+                vectors,
+                position - window + 1 - base if window > 0 else 0,
+                position + 1 - base,
+                load_f32(row_scales + 4 * r),
+                maxima + 4 * r,
+                totals + 64 * r,
+                factors + 4 * r,
+                gains + 4 * r,
+            )
+        value_product(
+            level,
+            weights,
+            2 * page_size,
+            page_size,
+            values + dim * at,
+            4 * dim,
+            64,
+            (num_keys + 3) // 4,
+            state,
+            4 * dim,
+            factors,
+            gains,
+            rows,
+            dim // 16,
+            ahead,
+        )
+
+
+@compiled
 def attend_int8(
     level: Any,
     queries: int,
@@ -176,102 +305,20 @@ def attend_int8(
 
     ``keys``, ``values``, ``key_scales``, ``value_scales``: page 0 of the kv head, of arrays ``[pages, kv_heads,
     page_size, ...]``; page i of the sequence is the int32 ``table[i]``. ``window``: 0 for none. ``scale`` includes
-    log2(e). ``following``: where the caller goes on, in tokens from those addresses; it is loaded into the cache.
+    log2(e). ``following``: where the keys begin that the caller goes on with, 0 for none; they are loaded ahead.
     """
-    high_queries = scratch
-    scores = high_queries + MAX_ROWS * 2 * dim
-    weights = scores + MAX_ROWS * 4 * page_size
-    out = weights + MAX_ROWS * 2 * page_size
-    totals = out + MAX_ROWS * 4 * dim
-    states = totals + MAX_ROWS * 64
-    factors = states + MAX_ROWS * 4
-    gains = factors + MAX_ROWS * 4
-    starts = gains + MAX_ROWS * 4
-    steps = starts + MAX_ROWS * 4
-    zero = broadcast(np.float32(0))
-    for r in range(rows):
-        high = high_queries + 2 * dim * r
-        store_f32(steps + 4 * r, _split_query(queries + 2 * dim * r, dim, high, high + dim, starts + 4 * r))
-        for i in range(0, dim, 16):
-            store(out + 4 * (r * dim + i), zero)
-        store(totals + 64 * r, zero)
-        store_f32(states + 4 * r, np.float32(LOWEST))
+    whole = scratch + MAX_ROWS * (2 * dim + 16 + 6 * page_size)
+    part = whole + state_bytes(MAX_ROWS, dim)
+    split_queries(queries, rows, dim, scale, scratch)
     last_position = first_position + (rows - 1) // group
-    stride = kv_heads * page_size
-    page = 0
-    if window > 0 and first_position >= window:
-        page = (first_position - window + 1) // page_size
-    while page * page_size <= last_position:
-        base = page * page_size
-        num_keys = min(page_size, last_position + 1 - base)
-        vectors = (num_keys + 15) // 16
-        at = load_i32(table + 4 * page) * stride
-        page += 1
-        ahead, ahead_keys = following, last_position + 1
-        if page * page_size <= last_position:
-            ahead, ahead_keys = load_i32(table + 4 * page) * stride, last_position + 1 - page * page_size
-        ahead_keys = min(ahead_keys, page_size)
-        fetch_lines(key_scales + 4 * ahead, 4 * ahead_keys)
-        fetch_lines(value_scales + 4 * ahead, 4 * ahead_keys)
-        if ahead_keys < page_size:  # a page that is partly filled: the products would fetch all of it
-            fetch_lines(keys + dim * ahead, (ahead_keys + 15) // 16 * (16 * dim))
-            fetch_lines(values + dim * ahead, (ahead_keys + 3) // 4 * (4 * dim))
-            ahead = at
-        key_product(
-            level,
-            high_queries,
-            2 * dim,
-            dim,
-            keys + dim * at,
-            64,
-            16 * dim,
-            dim // 4,
-            scores,
-            4 * page_size,
-            starts,
-            key_scales + 4 * at,
-            rows,
-            vectors,
-            keys + dim * ahead,
-        )
-        for r in range(rows):
-            position = first_position + r // group
-            high = weights + 2 * page_size * r
-            _softmax_row(
-                level,
-                scores + 4 * page_size * r,
-                high,
-                high + page_size,
-                value_scales + 4 * at,
-                vectors,
-                position - window + 1 - base if window > 0 else 0,
-                position + 1 - base,
-                scale * load_f32(steps + 4 * r),
-                states + 4 * r,
-                totals + 64 * r,
-                factors + 4 * r,
-                gains + 4 * r,
-            )
-        value_product(
-            level,
-            weights,
-            2 * page_size,
-            page_size,
-            values + dim * at,
-            4 * dim,
-            64,
-            (num_keys + 3) // 4,
-            out,
-            4 * dim,
-            factors,
-            gains,
-            rows,
-            dim // 16,
-            values + dim * ahead,
-        )
-    for r in range(rows):
-        by = broadcast(np.float32(1) / sum_lanes(load(totals + 64 * r)))
-        for i in range(0, dim, 16):
-            element = out + 4 * (r * dim + i)
-            store(element, multiply(load(element), by))
-    return out
+    first = first_page(first_position, window, page_size) * page_size // SPAN
+    for span in range(first, last_position // SPAN + 1):
+        state = whole if span == first else part
+        attend_span_int8(
+            level, rows, group, first_position, window, keys, values, key_scales, value_scales, table, kv_heads,
+            page_size, dim, scratch, span, state, last_position, following,
+        )  # fmt: skip
+        if span > first:
+            merge_states(level, rows, dim, whole, part)
+    normalise(rows, dim, whole)
+    return whole

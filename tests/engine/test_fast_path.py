@@ -25,6 +25,7 @@ from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, lay
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.engine.weight_cache import WeightCache
+from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
@@ -127,6 +128,25 @@ def test_logits_are_independent_of_company_chunks_and_threads(
             got = np.stack(bench.sampler.seen[again.slot])
         assert again.tokens == job.tokens[done:]
         assert np.array_equal(got, expected[done:])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ["qwen3", "llama-multi-query", "mistral-window"])
+def test_long_sequences_are_shared_by_the_threads(directory: Path, name: str, kv_dtype: KVDType) -> None:
+    """Beyond two spans of keys a lone sequence's are cut up: the same bits with one thread, two, and with others."""
+    model = prepare(load_small(directory, name), kv_dtype=kv_dtype)
+    probe, new_tokens = prompt_of(1019, 6), 10
+    results = []
+    for num_threads, companions in ((1, 0), (2, 0), (2, 1), (2, 9)):
+        others = [Job(prompt_of(20 + 30 * i, 60 + i), 6, arrives=9 + i) for i in range(companions)]
+        with bench_of(model, 16, num_threads, kv_dtype) as bench:
+            run(bench, [job := Job(probe, new_tokens), *others], 256)
+            results.append(np.stack(bench.sampler.seen[job.slot][-new_tokens:]))
+            spans = int(bench.decoder._step[k.SPANS])
+            assert companions or spans == (3 if num_threads > 1 else 0)  # of the last step
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        assert np.array_equal(other, results[0])
 
 
 def test_windows_are_those_of_the_model(directory: Path) -> None:

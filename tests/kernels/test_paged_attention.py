@@ -38,8 +38,8 @@ class Pages:
         free = list(range(1, num_pages + 1))
         random.shuffle(free)
         if dtype == torch.int8:
-            codes = [torch.randint(-128, 128, (*shape, dim), dtype=dtype) for dim in dims]
-            return cls(*codes, free, (torch.full(shape, torch.nan), torch.full(shape, torch.nan)))
+            codes, others = (torch.randint(-128, 128, (*shape, dim), dtype=dtype) for dim in dims)
+            return cls(codes, others, free, (torch.full(shape, torch.nan), torch.full(shape, torch.nan)))
         keys = torch.full((*shape, dims[0]), torch.nan, dtype=dtype)
         return cls(keys, torch.full((*shape, dims[1]), torch.nan, dtype=dtype), free)
 
@@ -106,9 +106,9 @@ def test_equals_the_reference(
         context_lens.append(tokens)
     batch = PagedBatch(query_start, context_lens, tables)
     sinks = torch.randn(heads, generator=generator) if with_sinks else None
-    rest = (batch, key_dim**-0.5, window, softcap, sinks)
-    result = paged_attention(torch.cat(queries), pages.keys, pages.values, *rest, pages.scales)
-    expected = paged_attention_reference(torch.cat(queries), *pages.plain(), *rest)
+    q, scale = torch.cat(queries), key_dim**-0.5
+    result = paged_attention(q, pages.keys, pages.values, batch, scale, window, softcap, sinks, pages.scales)
+    expected = paged_attention_reference(q, *pages.plain(), batch, scale, window, softcap, sinks)
     assert result.dtype == dtype
     assert result.shape == expected.shape
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3

@@ -10,12 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_spans import SPAN, first_page, merge_states, normalise, state_bytes
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
 from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
 from ringserve.kernels.cpu.linear_bf16 import to_bf16
-from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, scratch_bytes
-from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, scratch_bytes_int8
+from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, attend_span, scratch_bytes
+from ringserve.kernels.cpu.paged_attention_int8 import (
+    attend_int8,
+    attend_span_int8,
+    scratch_bytes_int8,
+    split_queries,
+)
 from ringserve.kernels.kv_codes import quantize_kv
 
 Floats = NDArray[np.float32]
@@ -96,6 +102,38 @@ class Sequence:
             self.scratch.ctypes.data,
             0,
         )
+
+    def attend_in_spans(self, level: Level, queries: Floats, position: int, window: int) -> Floats:
+        """The rows of one token: each span's state computed apart, the last first, then merged."""
+        bits, dim, page_size, rows = to_bf16(queries), self.dim, self.page_size, len(queries)
+        first = first_page(position, window, page_size) * page_size // SPAN
+        size = state_bytes(rows, dim)
+        states = aligned_zeros(((position // SPAN + 1) * size,), np.uint8)
+        states[:] = 0xFF
+        scale, scratch = np.float32(dim**-0.5 * LOG2_E), self.scratch.ctypes.data
+        pages = self.key_pages.ctypes.data, self.value_pages.ctypes.data
+        for span in reversed(range(first, position // SPAN + 1)):
+            self.scratch[:] = 0xFF
+            rest = scratch, span, states.ctypes.data + span * size, position, 0
+            if self.scales is None:
+                stride = 2 * page_size * dim
+                attend_span(
+                    level, bits.ctypes.data, rows, rows, position, window, scale, *pages, self.table.ctypes.data,
+                    stride, page_size, dim, *rest,
+                )  # fmt: skip
+            else:
+                scales = self.scales[0].ctypes.data, self.scales[1].ctypes.data
+                split_queries(bits.ctypes.data, rows, dim, scale, scratch)
+                attend_span_int8(
+                    level, rows, rows, position, window, *pages, *scales, self.table.ctypes.data, 1, page_size, dim,
+                    *rest,
+                )  # fmt: skip
+        whole = states.ctypes.data + first * size
+        for span in range(first + 1, position // SPAN + 1):
+            merge_states(level, rows, dim, whole, states.ctypes.data + span * size)
+        normalise(rows, dim, whole)
+        found: Floats = states[first * size :][: 4 * rows * dim].view(np.float32).reshape(rows, dim).copy()
+        return found
 
     def _rows_at(self, address: int, shape: tuple[int, ...]) -> Floats:
         start = address - self.scratch.ctypes.data

@@ -66,6 +66,24 @@ def test_a_row_does_not_depend_on_the_rows_around_it(
 
 @pytest.mark.parametrize("int8", TYPES)
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("dim", "page_size", "window"), [(64, 64, 0), (64, 128, 600), (80, 16, 0), (32, 32, 7)])
+def test_long_sequences_span_by_span(level: Level, int8: bool, dim: int, page_size: int, window: int) -> None:
+    """Right, and the same bits alone, among neighbours on both sides of a span's border, and by several threads."""
+    group, length = 3, 1300
+    sequence = make_sequence(length, dim, page_size, int8=int8)
+    for first in (500, 511, 512, 1023, 1024, 1290):
+        queries = queries_for(10 * group, dim)
+        got = sequence.attend(level, queries, group, first, window)
+        expected = reference(sequence, queries, group, first, window)
+        assert np.abs(got - expected).max() < (2e-4 if int8 else 0.008)
+        for t in range(10):
+            rows = slice(t * group, (t + 1) * group)
+            assert np.array_equal(sequence.attend(level, queries[rows], group, first + t, window), got[rows])
+            assert np.array_equal(sequence.attend_in_spans(level, queries[rows], first + t, window), got[rows])
+
+
+@pytest.mark.parametrize("int8", TYPES)
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_not_finite_shows(level: Level, int8: bool) -> None:
     sequence = make_sequence(40, 64, 16, int8=int8)
     queries = queries_for(2, 64)
