@@ -103,8 +103,7 @@ class FastDecoder:
             (k.SCRATCH, self._scratch.ctypes.data),
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),
-            # Four tiles for each thread are shared well enough as they are.
-            (k.SPLIT_BELOW, 4 * num_threads if num_threads > 1 else 0),
+            (k.THREADS, num_threads),
         ):
             self._sizes[field] = value
         self._grow(max_tokens)

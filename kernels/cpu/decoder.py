@@ -41,7 +41,7 @@ from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
 from ringserve.kernels.cpu.linear_int8 import int8_block
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
-from ringserve.kernels.cpu.paged_attention import attend, attend_span
+from ringserve.kernels.cpu.paged_attention import attend, attend_span, fetch_lines
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, attend_span_int8, split_queries
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import quantize_row
@@ -80,7 +80,7 @@ STEP_FIELDS = 16
 
 # The model's sizes.
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LD_QUERIES, COS, SIN, SCRATCH, SCRATCH_BYTES, SEGMENT = range(11)
-SPLIT_BELOW = 11  # from so many (segment, kv head) on, keys are not cut at spans: there is enough to share
+THREADS = 11
 SIZE_FIELDS = 16
 
 EMBED_ROWS, NORM_ROWS = 16, 8
@@ -88,7 +88,9 @@ EMBED_ROWS, NORM_ROWS = 16, 8
 WHOLE_SEGMENTS = 8
 """From so many segments on, a tile of ATTEND is a segment with all kv heads."""
 SPLIT_FROM = 2 * SPAN
-"""Keys of the longest sequence from which on a step's attention may be cut at spans."""
+"""Keys of the longest sequence from which on a step's attention may be cut at spans ..."""
+TILES_EACH = 4
+"""... where there are fewer tiles than this for each of several threads."""
 GATE_UP_ROWS = 64
 """Rows whose gate and up projections lie in a thread's scratch memory at once: 24 KiB."""
 
@@ -240,6 +242,19 @@ def _rotate(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps: Any, 
 
 
 @compiled
+def _fetch_slots(kv: Any, op: Any, segment: int, sizes: Any) -> None:
+    """Load what a token's keys and values are about to be written into: stores wait for one line after the other."""
+    dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
+    position = read_i64(segment + 8)
+    page, slot = np.int64(load_i32(read_i64(segment + 24) + 4 * (position // page_size))), position % page_size
+    item = 1 if len(kv) == 1 else 2
+    for kv_head in range(kv_heads):
+        at = item * dim * page_size * (page * kv_heads + kv_head)
+        fetch_lines(op[KEYS] + at + 16 * item * dim * (slot // 16), 16 * item * dim)
+        fetch_lines(op[VALUES] + at + 4 * dim * (slot // (4 // item)), 4 * dim)
+
+
+@compiled
 def _attend(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, eps: Any, tile: int, scratch: int) -> None:
     """One kv head of a segment or, with many segments, all: what comes next is then known, and loaded ahead."""
     kv_heads = sizes[KV_HEADS]
@@ -247,6 +262,8 @@ def _attend(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, eps
         _attend_span(level, kv, op, step, sizes, scale, tile, scratch)
         return
     if step[NUM_SEGMENTS] >= WHOLE_SEGMENTS:
+        if step[SINGLE]:
+            _fetch_slots(kv, op, step[SEGMENTS] + 32 * tile, sizes)
         for kv_head in range(kv_heads):
             _attend_head(level, kv, op, step, sizes, scale, eps, tile, kv_head, kv_heads, scratch)
     else:
@@ -276,10 +293,13 @@ def _attend_head(
     token, position = read_i64(segment), read_i64(segment + 8)
     count, table = read_i64(segment + 16), read_i64(segment + 24)
     first = kv_head * page_size  # counted in tokens: page 0 of this head, and what is read after it
-    following = 0
-    if kv_head + 1 < end and op[WINDOW] == 0:
-        item = 1 if len(kv) == 1 else 2
-        following = op[KEYS] + item * dim * (first + page_size * (1 + kv_heads * load_i32(table)))
+    following, item = 0, 1 if len(kv) == 1 else 2
+    if op[WINDOW] == 0:
+        if kv_head + 1 < end:
+            following = op[KEYS] + item * dim * page_size * (kv_heads * load_i32(table) + kv_head + 1)
+        elif kv_head > 0 and index + sizes[THREADS] < step[NUM_SEGMENTS]:  # most likely what this thread takes next
+            following = read_i64(segment + 32 * sizes[THREADS] + 24)
+            following = op[KEYS] + item * dim * page_size * kv_heads * load_i32(following)
     queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
     if len(kv) == 1:
         rows = attend_int8(
@@ -506,7 +526,8 @@ def plan_step(
             segment += 1
             done += length
         token += count
-    split = single and longest >= SPLIT_FROM and segment * sizes[KV_HEADS] < sizes[SPLIT_BELOW]
+    few = sizes[THREADS] > 1 and segment * sizes[KV_HEADS] < TILES_EACH * sizes[THREADS]
+    split = single and few and longest >= SPLIT_FROM
     step[SPANS] = (longest + SPAN - 1) // SPAN if split else 0
     step[NUM_TOKENS], step[NUM_SEGMENTS], step[SINGLE] = token, segment, 1 if single and not split else 0
     return token
