@@ -44,8 +44,8 @@ compiled = njit(nogil=True, boundscheck=False, error_model="numpy")
 def attend_all(
     level: Any, sizes: Any, layers: Any, tables: Any, queries: int, scale: Any, scratch: int, int8: bool
 ) -> None:
-    """``sizes``: heads of a kv head, kv heads, dim, page size, context. ``layers`` int64 [layers, 4]: addresses of keys,
-    values and their scales. ``tables`` int32 [sequences, pages]."""
+    """``sizes``: heads of a kv head, kv heads, dim, page size, context. ``layers`` int64 [layers, 4]: addresses of
+    keys, values and their scales. ``tables`` int32 [sequences, pages]."""
     group, kv_heads, dim, page_size, context = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     item = 1 if int8 else 2
     for layer in range(layers.shape[0]):

@@ -196,8 +196,8 @@ def attend_span_int8(
     following: int,
 ) -> None:
     """One span's part of ``attend_int8``, into ``state`` (``attention_spans``), with the queries that ``split_queries``
-    left in ``scratch``. ``until``: the last position that the caller goes on to; keys up to there are loaded ahead,
-    then those at ``following`` (0: none)."""
+    left in ``scratch``. ``until``: the last position that the caller goes on to; what lies there is loaded ahead,
+    a page at a time, then the keys at ``following`` (0: none) and the values in the same place of theirs."""
     row_scales = scratch + MAX_ROWS * 2 * dim
     starts = row_scales + MAX_ROWS * 4
     factors = starts + MAX_ROWS * 4
@@ -217,15 +217,17 @@ def attend_span_int8(
         vectors = (num_keys + 15) // 16
         at = load_i32(table + 4 * page) * stride
         page += 1
-        ahead = following if following != 0 else keys + dim * at
-        fetch_lines(value_scales + 4 * at, 4 * num_keys)
+        ahead = following - keys if following != 0 else dim * at
         if page * page_size <= until:
             next_page = load_i32(table + 4 * page) * stride
-            ahead = keys + dim * next_page
-            fetch_lines(key_scales + 4 * next_page, 4 * min(page_size, until + 1 - page * page_size))
-            if until + 1 - page * page_size < page_size:  # partly filled: the product would fetch all of it
-                fetch_lines(ahead, (until + 16 - page * page_size) // 16 * (16 * dim))
-                ahead = keys + dim * at
+            ahead, ahead_keys = dim * next_page, until + 1 - page * page_size
+            scale_bytes = 4 * min(page_size, ahead_keys)
+            fetch_lines(key_scales + 4 * next_page, scale_bytes)
+            fetch_lines(value_scales + 4 * next_page, scale_bytes)
+            if ahead_keys < page_size:  # partly filled: the products would fetch all of it
+                fetch_lines(keys + ahead, (ahead_keys + 15) // 16 * (16 * dim))
+                fetch_lines(values + ahead, (ahead_keys + 3) // 4 * (4 * dim))
+                ahead = dim * at
         key_product(
             level,
             scratch,
@@ -241,7 +243,7 @@ def attend_span_int8(
             key_scales + 4 * at,
             rows,
             vectors,
-            values + dim * at,
+            keys + ahead,
         )
         for r in range(rows):
             position = first_position + r // group
@@ -276,7 +278,7 @@ def attend_span_int8(
             gains,
             rows,
             dim // 16,
-            ahead,
+            values + ahead,
         )
 
 
