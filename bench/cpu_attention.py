@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +123,10 @@ class Bench:
                     array.fill_(0.01)
                 addresses[index, : len(arrays)] = [array.data_ptr() for array in arrays]
             self._keep.append(pool)
-            arguments = (
-                level,
-                sizes,
-                addresses,
-                tables,
-                queries.ctypes.data,
-                scale,
-                scratch.ctypes.data,
-                dtype == "int8",
-            )
+            int8 = dtype == "int8"
+            arguments = level, sizes, addresses, tables, queries.ctypes.data, scale, scratch.ctypes.data, int8
             token = KVPool.bytes_per_page([layer], page_size, pool.statistics().dtype) // page_size
-            self.cases[dtype] = Case(
-                lambda arguments=arguments: attend_all(*arguments),  # type: ignore[misc]
-                self.layers * sequences * context * token,
-            )
+            self.cases[dtype] = Case(partial(attend_all, *arguments), self.layers * sequences * context * token)
             if dtype == "bfloat16":
                 run = 2 * page_size * dim
                 places = [
@@ -148,12 +138,13 @@ class Bench:
                     for part in (0, 1)
                 ]
                 starts = np.array(places, np.int64)
-                self.cases["the same pages read"] = Case(lambda: read_pages(starts, run), run * (len(starts) - 1))
+                self.cases["the same pages read"] = Case(partial(read_pages, starts, run), run * (len(starts) - 1))
         memory_area = aligned_zeros((SEQUENTIAL_BYTES,), np.uint8)
         memory_area[:] = 1
         self.cases["read in sequence"] = Case(
-            lambda: read_range(memory_area.ctypes.data, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES
+            partial(read_range, memory_area.ctypes.data, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES
         )
+        self._keep.append(memory_area)
 
     def measure(self, rounds: int) -> dict[str, dict[str, float]]:
         """Median milliseconds for a layer, and GB/s."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
 from ringserve.kernels.gpu.kv_format import KVFormat, quantize_reference
 from ringserve.kernels.kv_codes import quantize_kv
 
-ROWS = {
+Row = Callable[[np.random.Generator, int], NDArray[np.float64]]
+
+ROWS: dict[str, Row] = {
     "ordinary": lambda rng, dim: rng.standard_normal(dim),
     "ties": lambda rng, dim: np.resize([127.0, 0.5, -1.5, 2.5, -3.5, 126.5], dim),
     "zeros": lambda rng, dim: np.zeros(dim),
