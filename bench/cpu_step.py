@@ -32,7 +32,8 @@ from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_startup import prepare_fast
-from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.kv_layout import KVDType
+from ringserve.engine.kv_pool import KVPool, bytes_per_page
 from ringserve.engine.model_loader import load_model
 from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.sampler import Sampled, Sampler
@@ -49,6 +50,7 @@ PARTS = {
     "gate_up": "linears",
     "rotate": "attention",
     "attend": "attention",
+    "merge": "attention",
     "embed": "norms",
     "norm": "norms",
     "pick": "norms",
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
@@ -70,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     check_writable(options.output, "--output")
     torch.set_num_threads(1)
-    bench = StepBench(options.model, options.quantization, options.threads, max(options.batch), options.context)
+    kv_dtype: KVDType = "int8" if options.kv_cache_dtype == "int8" else "bfloat16"
+    bench = StepBench(
+        options.model, options.quantization, kv_dtype, options.threads, max(options.batch), options.context
+    )
     try:
         roofs = {
             "bytes_per_second": read_bandwidth(options.threads),
@@ -86,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "threads": options.threads,
         "instructions": level_name(host_level()),
         "quantization": options.quantization,
+        "kv_dtype": kv_dtype,
         "context": options.context,
         "roofs": roofs,
         "steps": results,
@@ -138,16 +145,25 @@ class _TimedForward:
 class StepBench:
     """The default model's executor, without its process."""
 
-    def __init__(self, model: str | None, quantization: str, threads: int, max_batch: int, context: int) -> None:
+    def __init__(
+        self, model: str | None, quantization: str, kv_dtype: KVDType, threads: int, max_batch: int, context: int
+    ) -> None:
         source = resolve_model(model, None, None)
         loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
         self.int8 = quantization == "int8"
         self._model: FastModel = prepare_fast(
-            loaded, quantization, PAGE_SIZE, 4096, 1 << 40, lambda stage, fraction: None
+            loaded,
+            quantization,
+            PAGE_SIZE,
+            4096,
+            1 << 40,
+            lambda stage, fraction: None,
+            kv_dtype=kv_dtype,
         )
         self._context = context
         self._pages_each = -(-(context + 512) // PAGE_SIZE)
-        pool = KVPool(self._model.layers, (max_batch + 1) * self._pages_each, PAGE_SIZE, "bfloat16")
+        pool = KVPool(self._model.layers, (max_batch + 1) * self._pages_each, PAGE_SIZE, kv_dtype)
+        self._kv_bytes = bytes_per_page(self._model.layers, PAGE_SIZE, kv_dtype) / PAGE_SIZE
         vocab_size = self._model.weights.shape.vocab_size
         self._sampler = _TimedSampler(vocab_size, (), max_batch + 1, CpuRowSampler(vocab_size))
         self._forward = _TimedForward(self._model.decoder(pool, threads, 512))
@@ -226,7 +242,7 @@ class StepBench:
 
         # A prompt's queries look at keys that are at hand; a decode step reads them all.
         keys = seen if rows == logit_rows else rows
-        memory = keys * shape.layers * shape.kv_heads * shape.head_dim * 4 / roofs["bytes_per_second"]
+        memory = keys * self._kv_bytes / roofs["bytes_per_second"]
         rate = roofs["operations_per_second"] / (2 if self.int8 else 1)
         attention = max(memory, 4 * seen * shape.layers * shape.heads * shape.head_dim / rate)
         return {
@@ -240,7 +256,8 @@ def _print(content: dict[str, Any]) -> None:
     roofs = content["roofs"]
     console = Console()
     console.print(
-        f"{content['threads']} thread(s), {content['instructions']}, quantization {content['quantization']}; roofs: "
+        f"{content['threads']} thread(s), {content['instructions']}, quantization {content['quantization']}, keys and "
+        f"values {content['kv_dtype']}; roofs: "
         f"{roofs['bytes_per_second'] / 1e9:.1f} GB/s, {roofs['operations_per_second'] / 1e9:.0f} G operations/s"
     )
     table = Table("step", "tokens/s", "ms", "linears", "output layer", "attention", "norms", "sampling", "Python")

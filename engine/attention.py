@@ -98,8 +98,10 @@ class PagedContext:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        k_pages, v_pages = self.pool.layer(self.index_of[module])
-        write_kv(k_pages, v_pages, key, value, self.slot_mapping)
+        index = self.index_of[module]
+        k_pages, v_pages = self.pool.layer(index)
+        scales = self.pool.scales(index)
+        write_kv(k_pages, v_pages, key, value, self.slot_mapping, scales)
         return paged_attention(
             query,
             k_pages,
@@ -109,6 +111,7 @@ class PagedContext:
             window=options.window,
             softcap=options.softcap,
             sinks=options.sinks,
+            scales=scales,
         )
 
 

@@ -20,6 +20,7 @@ from ringserve.engine.general_path import TorchPath
 from ringserve.engine.kept_model import CheckedModel, start_key, store_record, unpacked_arrays
 from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.kv_budget import free_memory
+from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import LoadedModel, load_model
@@ -34,6 +35,7 @@ logger = logging.getLogger("ringserve.executor")
 def load_and_check(
     settings: ExecutorSettings,
     dtype: DType,
+    kv_dtype: KVDType,
     page_size: int,
     kept: Callable[[], KeptWeights | None],
     progress: Progress,
@@ -46,7 +48,7 @@ def load_and_check(
         check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
     )
     max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-    fast = _fast_model(loaded, settings, page_size, max_model_len, kept, progress)
+    fast = _fast_model(loaded, settings, kv_dtype, page_size, max_model_len, kept, progress)
     if fast is not None:
         return CpuModel(
             architecture=loaded.architecture,
@@ -74,6 +76,7 @@ def load_and_check(
 def _fast_model(
     loaded: LoadedModel,
     settings: ExecutorSettings,
+    kv_dtype: KVDType,
     page_size: int,
     max_model_len: int,
     kept: Callable[[], KeptWeights | None],
@@ -93,7 +96,9 @@ def _fast_model(
     try:
         # Free bytes 0: the check needs float32 weights, and gets them one module's at a time. A first start holds the
         # weights twice in any case, as they were loaded and packed; all of them in float32 would be another twice.
-        fast = prepare_fast(loaded, quantization, page_size, max_model_len, 0, progress, packer=packer)
+        fast = prepare_fast(
+            loaded, quantization, page_size, max_model_len, 0, progress, packer=packer, kv_dtype=kv_dtype
+        )
     except NotApplicableError as error:
         if asked == "fast":
             raise ModelError(

@@ -24,7 +24,8 @@ from ringserve.engine.fast_model import FastModel
 from ringserve.engine.kept_model import load_record, restored_model, start_key
 from ringserve.engine.kept_weights import KeptWeights, weights_directory
 from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory, plan_kv
-from ringserve.engine.kv_layout import HostPages, bytes_per_page
+from ringserve.engine.kv_dtype import choose_kv_dtype
+from ringserve.engine.kv_layout import HostPages, KVDType, bytes_per_page
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
@@ -60,9 +61,10 @@ def build_cpu_engine(
         raise ModelError("--quantization fp8 is for GPUs; use int8 on this CPU, or leave it out")
     page_size = check_page_size(config.block_size or device.page_size)
     dtype = resolve_dtype(settings.dtype)
-    model = _model(settings, dtype, page_size, threads, progress)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device.name)
+    model = _model(settings, dtype, kv_dtype, page_size, threads, progress)
     budget = plan_kv(
-        bytes_per_page=bytes_per_page(model.layers, page_size, dtype),
+        bytes_per_page=bytes_per_page(model.layers, page_size, kv_dtype),
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,
@@ -80,7 +82,7 @@ def build_cpu_engine(
     forward: Forward
     if isinstance(model.path, FastModel) and not swap_space:
         with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
-            pages = HostPages(model.layers, budget.num_pages, page_size, dtype)
+            pages = HostPages(model.layers, budget.num_pages, page_size, kv_dtype)
         forward = _fast_forward(model.path, pages, budget, fast_threads, step_tokens, progress)
     else:
         from ringserve.engine.torch_pages import torch_pages  # the pages as tensors: for modelling code, and swaps
@@ -88,7 +90,7 @@ def build_cpu_engine(
 
         set_threads(threads)
         with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
-            pool, swap_pool = torch_pages(model.layers, budget.num_pages, page_size, dtype, swap_space)
+            pool, swap_pool = torch_pages(model.layers, budget.num_pages, page_size, kv_dtype, swap_space)
         if isinstance(model.path, FastModel):
             forward = _fast_forward(model.path, pool, budget, fast_threads, step_tokens, progress)
         else:
@@ -117,7 +119,7 @@ def build_cpu_engine(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device.name,
         architecture=model.architecture,
         defaults=model.defaults,
@@ -129,7 +131,9 @@ def build_cpu_engine(
     )
 
 
-def _model(settings: ExecutorSettings, dtype: DType, page_size: int, threads: int, progress: Progress) -> CpuModel:
+def _model(
+    settings: ExecutorSettings, dtype: DType, kv_dtype: KVDType, page_size: int, threads: int, progress: Progress
+) -> CpuModel:
     """What an earlier start has left, or else the whole way."""
     with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
         # Reading what an earlier start packed takes no interpreter: it goes on while something else is done.
@@ -148,7 +152,7 @@ def _model(settings: ExecutorSettings, dtype: DType, page_size: int, threads: in
         from ringserve.engine.torch_setup import set_threads
 
         set_threads(threads)
-        return load_and_check(settings, dtype, page_size, read, progress)
+        return load_and_check(settings, dtype, kv_dtype, page_size, read, progress)
 
 
 def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | None:
@@ -196,12 +200,12 @@ def _recalled(
 def _fast_forward(
     model: FastModel, pages: Pages, budget: KVBudget, num_threads: int, step_tokens: int, progress: Progress
 ) -> FastForward:
-    if not is_compiled():
+    if not is_compiled(model.level, pages.dtype):
         progress(COMPILING, 0.0)
     with _too_large(f"steps of {step_tokens} tokens", "--max-num-batched-tokens"):
         decoder = model.decoder(pages, num_threads, step_tokens, budget.max_model_len)
         forward = FastForward(decoder)
-    if not is_compiled():
+    if not is_compiled(model.level, pages.dtype):
         compile_kernels(decoder)
     return forward
 

@@ -85,6 +85,7 @@ class Executor:
             Started(
                 {
                     "dtype": ready.dtype,
+                    "kv_dtype": ready.kv_dtype,
                     "model_impl": ready.model_impl,
                     "quantization": ready.quantization,
                     "instructions": ready.instructions,

@@ -13,14 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringserve.engine.decoder_weights import DecoderWeights, LayerWeights, Linear
+from ringserve.engine.kv_layout import KVDType
 from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_spans import state_bytes
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
+from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
+KV_STORAGE: dict[KVDType, k.KVStorage] = {"bfloat16": k.KV_BFLOAT16, "int8": k.KV_INT8}
+"""What the pool's types are to compiled code. It knows no others."""
 HEAD_GROUP = 4
 """Panels of the output layer that a thread takes at once; of other layers one (or one of gate and one of up)."""
 
@@ -45,8 +50,18 @@ class Pages(Protocol):
     def page_size(self) -> int:
         """Tokens in a page."""
 
+    @property
+    def dtype(self) -> KVDType:
+        """Of keys and values."""
+
     def addresses(self, index: int) -> tuple[int, ...]:
-        """Where a layer's keys and values begin."""
+        """Where a layer's keys and values (and their scales) begin."""
+
+
+def _addresses(pool: Pages, layer: int) -> dict[str, int]:
+    """Where a layer's keys and values lie."""
+    names = ("KEYS", "VALUES", "KEY_SCALES", "VALUE_SCALES")
+    return dict(zip(names, pool.addresses(layer), strict=False))
 
 
 class FastDecoder:
@@ -62,13 +77,16 @@ class FastDecoder:
         max_tokens: int,
         max_positions: int,
     ) -> None:
-        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step; ``max_positions``:
-        of the longest sequence, since compiled code looks them up without a check."""
+        """``pool``: of bfloat16 or int8, pages of 16 tokens and more; ``max_tokens``: of an ordinary step;
+        ``max_positions``: of the longest sequence, since compiled code looks them up without a check."""
         shape = weights.shape
         page_size = pool.page_size
         self._weights, self._windows = weights, windows
+        self.level, self.kv_dtype = level, pool.dtype
+        """Which version of the compiled code it is."""
         self._pool = pool  # compiled code knows addresses only: whoever computes keeps the memory
-        self._pages = [pool.addresses(index) for index in range(shape.layers)]
+        kv = KV_STORAGE[pool.dtype]
+        self._pages = [_addresses(pool, index) for index in range(shape.layers)]
         self._shape, self._page_size = shape, page_size
         self._cos, self._sin = weights.rotary.tables(max_positions)
         self._int8 = weights.layers[0].down.int8
@@ -79,12 +97,14 @@ class FastDecoder:
         self._buffers: dict[str, NDArray[Any]] = {}
         self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._stamps: NDArray[np.int64] | None = None
-        count = 3 + 9 * shape.layers if self._int8 else 3 + 8 * shape.layers
+        self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        count = 3 + 10 * shape.layers if self._int8 else 3 + 9 * shape.layers
         if self._int8 and not self._heads_are_groups:
             count += shape.layers
         self._operations = np.zeros((count, k.FIELDS), np.int64)
         self._records = aligned_zeros((count * RECORD,), np.uint8)
-        scratch = max(scratch_bytes(shape.head_dim, page_size), k.GATE_UP_ROWS * 2 * PANEL * 4, 4 * shape.hidden)
+        attention = scratch_bytes_int8 if kv == k.KV_INT8 else scratch_bytes
+        scratch = max(attention(shape.head_dim, page_size), k.GATE_UP_ROWS * 2 * PANEL * 4, 4 * shape.hidden)
         scratch = -(-scratch // 4096) * 4096 + 4096
         self._scratch = aligned_zeros((num_threads * scratch,), np.uint8)
         for field, value in (
@@ -98,6 +118,7 @@ class FastDecoder:
             (k.SCRATCH, self._scratch.ctypes.data),
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),
+            (k.THREADS, num_threads),
         ):
             self._sizes[field] = value
         self._grow(max_tokens)
@@ -109,6 +130,7 @@ class FastDecoder:
             np.float32(shape.eps),
             np.float32(shape.scale * LOG2_E),
             level,
+            kv,
         )
         if num_threads > 1:  # compiled here, not by the thread that is needed
             stopped = np.zeros(8, np.int64)
@@ -155,6 +177,8 @@ class FastDecoder:
         step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
         step[k.WANTED] = wanted.ctypes.data
         step[k.LOGITS], step[k.LD_LOGITS] = rows.ctypes.data, rows.shape[1]
+        if step[k.SPANS]:
+            step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
         k.run_step(self._team.header, *self._fixed)
         return rows[: len(wanted), : self._shape.vocab_size]
 
@@ -186,6 +210,14 @@ class FastDecoder:
             columns = row_stride(padded(self._shape.vocab_size), 4)
             self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
         return self._logits
+
+    def _room_for_states(self, spans: int) -> int:
+        """The address of memory for the states of all heads in so many spans."""
+        shape = self._shape
+        size = spans * shape.kv_heads * state_bytes(self._group, shape.head_dim)
+        if size > len(self._states):
+            self._states = aligned_zeros((2 * size,), np.uint8)
+        return self._states.ctypes.data
 
     def _grow(self, tokens: int) -> None:
         """Make room for steps of so many tokens."""
@@ -233,7 +265,6 @@ class FastDecoder:
 
     def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:
         shape = self._shape
-        keys, values = self._pages[index]
         maker.add(
             k.NORM,
             WEIGHT=layer.input_norm.ctypes.data,
@@ -243,8 +274,7 @@ class FastDecoder:
         )
         maker.add(k.LINEAR, GROUP=1, **maker.layer(layer.qkv, "normed"), **maker.output("qkv"))
         attention = {
-            "KEYS": keys,
-            "VALUES": values,
+            **self._pages[index],
             "WINDOW": self._windows[index],
             "Q_NORM": 0 if layer.q_norm is None else layer.q_norm.ctypes.data,
             "K_NORM": 0 if layer.k_norm is None else layer.k_norm.ctypes.data,
@@ -253,10 +283,14 @@ class FastDecoder:
         }
         maker.add(k.ROTATE, **attention)
         if self._int8 and not self._heads_are_groups:
-            maker.add(k.ATTEND, FORMAT=k.FLOAT32, **attention, **maker.output("attended float"))
+            attention |= {"FORMAT": k.FLOAT32, **maker.output("attended float")}
+            maker.add(k.ATTEND, **attention)
+            maker.add(k.MERGE, **attention)
             maker.add_quantise("attended", shape.heads * shape.head_dim, layer.output.k_pad)
         else:
-            maker.add(k.ATTEND, **attention, **maker.packed_output("attended"))
+            attention |= maker.packed_output("attended")
+            maker.add(k.ATTEND, **attention)
+            maker.add(k.MERGE, **attention)
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.output, "attended"), **maker.output("x"))
         maker.add(
             k.NORM,

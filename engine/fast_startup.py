@@ -12,7 +12,7 @@ from ringserve.engine.fast_kernels import compile_kernels, is_compiled
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, decoder_weights, layer_windows
-from ringserve.engine.kv_layout import HostPages
+from ringserve.engine.kv_layout import HostPages, KVDType
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.self_check import check_other_path
@@ -31,6 +31,8 @@ CHECK_PAGE_SIZE = 16
 TOLERANCE = {"none": 0.03, "int8": 0.1}
 """Root mean square of the differences of logits, as a part of the logits' spread; a wrong mask or rotation gives one
 beyond 0.25."""
+TOLERANCE_INT8_KV = {"none": 0.05, "int8": 0.15}
+"""The same with keys and values in int8."""
 
 
 def prepare_fast(
@@ -42,9 +44,11 @@ def prepare_fast(
     progress: Progress,
     level: Level | None = None,
     packer: Callable[[], Packer] | None = None,
+    kv_dtype: KVDType = "bfloat16",
 ) -> FastModel:
     """Pack ``loaded``'s weights and check the result against the model itself. ``packer`` may know weights that were
-    packed at an earlier start; to keep what passes is the caller's business.
+    packed at an earlier start; to keep what passes is the caller's business. ``kv_dtype``: of the pages that will be
+    served from, and of the check's.
 
     Raises NotApplicableError where the fast path does not know the model, ModelError where the model cannot be checked.
     """
@@ -62,9 +66,9 @@ def prepare_fast(
     weights = decoder_weights(loaded.model, shape, pack, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level, max_model_len)
-    if not is_compiled():
+    if not is_compiled(level, kv_dtype):
         progress(COMPILING, 0.0)
-    pool = HostPages(model.layers, 16, CHECK_PAGE_SIZE, "bfloat16")
+    pool = HostPages(model.layers, 16, CHECK_PAGE_SIZE, kv_dtype)
     decoder = model.decoder(pool, 1, 64, max(CHECK_LENGTHS))
     compile_kernels(decoder)
     progress(CHECKING, 0.0)
@@ -73,7 +77,7 @@ def prepare_fast(
             loaded.model,
             lambda sequences: _compute(decoder, layer_windows(loaded.model), sequences),
             CHECK_LENGTHS,
-            TOLERANCE[quantization],
+            TOLERANCE[quantization] if kv_dtype == "bfloat16" else TOLERANCE_INT8_KV[quantization],
             free_bytes,
             max_model_len,
         )

@@ -123,6 +123,8 @@ class HostPages:
             self._slab[array.offset : array.offset + array.size // (num_pages + 1)] = 0
         self.page_size = page_size
         """Tokens in a page."""
+        self.dtype: KVDType = dtype
+        """Of keys and values."""
 
     def addresses(self, index: int) -> tuple[int, ...]:
         """Of the keys and values (and their scales) of a layer."""

@@ -126,6 +126,11 @@ class KVPool:
         """Tokens in a page."""
         return self._statistics.page_size
 
+    @property
+    def dtype(self) -> KVDType:
+        """Of keys and values."""
+        return self._statistics.dtype
+
     def statistics(self) -> KVPoolStatistics:
         """Sizes, for logs and metrics."""
         return self._statistics

@@ -17,17 +17,31 @@ Reference: ``paged_attention_reference``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from ringserve.kernels.kv_codes import quantize_kv
 from ringserve.kernels.paged_batch import DecodeGroup, PagedBatch, PrefillSequence, Workspace, padded_rows
 
-__all__ = ["PagedBatch", "Workspace", "paged_attention", "write_kv"]
+__all__ = ["PagedBatch", "Scales", "Workspace", "paged_attention", "write_kv"]
+
+Scales = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and values in int8: float32 ``[pages, KVH, page_size]`` each."""
 
 
 def write_kv(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
-    """Store keys k ``[T, KVH, D]`` and values v ``[T, KVH, Dv]`` at slots ``page * page_size + offset``; -1 skips."""
+    """Store keys k ``[T, KVH, D]`` and values v ``[T, KVH, Dv]`` at slots ``page * page_size + offset``; -1 skips.
+
+    ``scales``: of pages in int8; written, too.
+    """
     _, kv_heads, page_size, _ = k_pages.shape
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
@@ -36,7 +50,10 @@ def write_kv(
     # Row of (page, head, offset) in the array seen as [pages * KVH * page_size, dim].
     rows = pages * (kv_heads * page_size - page_size) + slot_mapping
     rows = (rows[:, None] + torch.arange(0, kv_heads * page_size, page_size)).flatten()
-    for target, source in ((k_pages, k), (v_pages, v)):
+    for index, (target, source) in enumerate(((k_pages, k), (v_pages, v))):
+        if scales is not None:
+            source, source_scales = quantize_kv(source)
+            scales[index].view(-1).index_copy_(0, rows, source_scales.flatten())
         dim = target.shape[-1]
         target.view(-1, dim).index_copy_(0, rows, source.reshape(-1, dim).to(target.dtype))
 
@@ -50,32 +67,47 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Attention of T packed query rows over their sequences' pages; see the module for formula and shapes.
 
-    ``sinks``: one extra logit for each head, ``[H]``, that takes weight and gives no value.
+    ``sinks``: one extra logit for each head, ``[H]``, that takes weight and gives no value. ``scales``: of pages in
+    int8 (``kv_codes``).
     """
     num_rows, num_heads, key_dim = q.shape
     _, kv_heads, page_size, value_dim = v_pages.shape
     out = torch.empty(num_rows, num_heads, value_dim, dtype=q.dtype)
     plan = batch.plan(page_size, kv_heads, key_dim, window)
     head_sinks = None if sinks is None else sinks.float().view(kv_heads, 1, num_heads // kv_heads)
+    keys, values = (
+        _Pages(pages, None if scales is None else scales[index]) for index, pages in enumerate((k_pages, v_pages))
+    )
     for group in plan.decodes:
-        _decode(group, q, k_pages, v_pages, out, batch.workspace, scale, softcap, head_sinks)
+        _decode(group, q, keys, values, out, batch.workspace, scale, softcap, head_sinks)
     for sequence in plan.prefills:
-        _prefill(sequence, q, k_pages, v_pages, out, batch.workspace, scale, softcap, head_sinks)
+        _prefill(sequence, q, keys, values, out, batch.workspace, scale, softcap, head_sinks)
     return out
 
 
-def _gather(
-    pages: torch.Tensor, page_ids: torch.Tensor, num_sequences: int, name: str, work: Workspace
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Pages:
+    """Keys or values as they lie in the pool."""
+
+    elements: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def _gather(stored: _Pages, page_ids: torch.Tensor, num_sequences: int, name: str, work: Workspace) -> torch.Tensor:
     """The pages of ``num_sequences`` sequences as float32 ``[num_sequences, KVH, keys, dim]``."""
+    pages = stored.elements
     _, kv_heads, page_size, dim = pages.shape
     per_sequence = len(page_ids) // num_sequences
     gathered = pages.index_select(0, page_ids).view(num_sequences, per_sequence, kv_heads, page_size, dim)
     target = work.take(name, (num_sequences, kv_heads, per_sequence, page_size, dim))
     target.copy_(gathered.transpose(1, 2))
+    if stored.scales is not None:
+        scales = stored.scales.index_select(0, page_ids).view(num_sequences, per_sequence, kv_heads, page_size)
+        target.mul_(scales.transpose(1, 2).unsqueeze(-1))
     return target.view(num_sequences, kv_heads, per_sequence * page_size, dim)
 
 
@@ -91,8 +123,8 @@ def _weighted_sum(weights: torch.Tensor, values: torch.Tensor, blocks: tuple[sli
 def _decode(
     group: DecodeGroup,
     q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: _Pages,
+    v_pages: _Pages,
     out: torch.Tensor,
     work: Workspace,
     scale: float,
@@ -100,7 +132,7 @@ def _decode(
     sinks: torch.Tensor | None,
 ) -> None:
     """One query row for each sequence: the heads that share a KV head are the rows of the products."""
-    _, kv_heads, _, value_dim = v_pages.shape
+    _, kv_heads, _, value_dim = v_pages.elements.shape
     _, num_heads, key_dim = q.shape
     size, num_keys = len(group.rows), group.num_keys
     heads_per_kv = num_heads // kv_heads
@@ -133,8 +165,8 @@ def _decode(
 def _prefill(
     sequence: PrefillSequence,
     q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: _Pages,
+    v_pages: _Pages,
     out: torch.Tensor,
     work: Workspace,
     scale: float,
@@ -142,7 +174,7 @@ def _prefill(
     sinks: torch.Tensor | None,
 ) -> None:
     """Several query rows of one sequence, tile by tile; rows of the products are (token, head of the KV head)."""
-    _, kv_heads, _, value_dim = v_pages.shape
+    _, kv_heads, _, value_dim = v_pages.elements.shape
     _, num_heads, key_dim = q.shape
     heads_per_kv = num_heads // kv_heads
     keys = _gather(k_pages, sequence.page_ids, 1, "keys", work)[0]

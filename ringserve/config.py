@@ -42,8 +42,8 @@ class ModelConfig(_Group, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(
-            description="Type of weights and keys/values; auto: bfloat16 where the processor computes in it, "
-            "else float32."
+            description="Type of weights and of keys/values (but see --kv-cache-dtype); auto: bfloat16 where the "
+            "processor computes in it, else float32."
         ),
     ] = "auto"
     max_model_len: Annotated[

@@ -61,9 +61,11 @@ def ready_line(model: str, summary: Mapping[str, str | int | float]) -> str:
     """URL, model, how it is computed, KV capacity and time taken, in one line."""
     numbers = summary["quantization"] if summary["quantization"] != "none" else summary["dtype"]
     path = f"{summary['model_impl']} path" + (f" ({summary['instructions']})" if summary["instructions"] else "")
+    # Said where it is not what the rest of the line would lead one to expect.
+    kv = "" if summary["kv_dtype"] == summary["dtype"] else f" in {summary['kv_dtype']}"
     return (
         f"ringserve: serving {model} at {summary['url']} | {numbers} on {summary['device']}, {path}, "
-        f"{summary['threads']} thread(s) | KV cache {summary['kv_tokens']:,} tokens | "
+        f"{summary['threads']} thread(s) | KV cache {summary['kv_tokens']:,} tokens{kv} | "
         f"ready in {age_of_process():.1f} s"
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import njit, typeof
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,
@@ -94,9 +94,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         with contextlib.suppress(OSError):  # a full disk, or no directory any more: compile again at the next start
             super().save_overload(sig, data)
 
-    def has_entry(self, codegen: Any) -> bool:
-        """Whether a version for this processor was kept, be it for other types of arguments."""
-        return any(key[1] == codegen.magic_tuple() for key in self._cache_file._load_index())
+    def has_entry(self, codegen: Any, last: tuple[Any, ...]) -> bool:
+        """Whether a version for this processor was kept whose last arguments have the types ``last``, whatever the
+        types of those before."""
+        return any(
+            key[1] == codegen.magic_tuple() and tuple(key[0][len(key[0]) - len(last) :]) == last
+            for key in self._cache_file._load_index()
+        )
 
 
 def compiled(function: F) -> F:
@@ -107,9 +111,11 @@ def compiled(function: F) -> F:
     return cast(F, dispatcher)
 
 
-def is_kept(function: Callable[..., Any]) -> bool:
+def is_kept(function: Callable[..., Any], *last: Any) -> bool:
     """Whether a version of a compiled function for this processor lies in its cache: whether a first call takes no
-    time."""
+    time. ``last``: values of the types of its last arguments, where it has versions that differ in them."""
     dispatcher: Any = function
     cache = dispatcher._cache
-    return isinstance(cache, _Cache) and cache.has_entry(dispatcher.targetctx.codegen())
+    return isinstance(cache, _Cache) and cache.has_entry(
+        dispatcher.targetctx.codegen(), tuple(typeof(value) for value in last)
+    )

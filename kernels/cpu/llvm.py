@@ -7,7 +7,8 @@ Callable from compiled code (addresses are int64 and must be aligned to their ty
   ``compare_exchange(p, expected, new)`` (returns the old value: it succeeded where that equals ``expected``): int64;
 * ``pause()``: the processor's hint inside a spinning loop;
 * ``f32_bits(x) -> int32``, ``bits_f32(i) -> float32``; loops over them vectorise;
-* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``: plain memory accesses at an address.
+* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``, ``load_i8``, ``store_i8``: plain memory accesses
+  at an address.
 
 For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``address``, ``load``, ``store``,
 ``fma``, ``dot_bf16``, ``dot_u8s8``, ``prefetch_line``, ``switch`` and so on.
@@ -289,5 +290,7 @@ def _storer(kind: Any, argument: Any) -> Any:
 
 load_f32 = _loader(F32, types.float32)
 load_i32 = _loader(I32, types.int32)
+load_i8 = _loader(I8, types.int8)
 store_f32 = _storer(F32, types.float32)
 store_i32 = _storer(I32, types.int32)
+store_i8 = _storer(I8, types.int8)

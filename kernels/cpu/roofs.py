@@ -21,7 +21,8 @@ ROWS, VECTORS, PAIRS, REPEATS = 6, 4, 32, 100_000
 
 
 @compiled
-def _read(start: int, size: int) -> Any:
+def read_range(start: int, size: int) -> Any:
+    """Add up ``size`` bytes (a multiple of 256) as float32."""
     zero = broadcast(np.float32(0))
     s0, s1, s2, s3 = zero, zero, zero, zero
     for at in range(start, start + size, 256):
@@ -62,8 +63,8 @@ def read_bandwidth(threads: int) -> float:
     memory = aligned_zeros((threads * READ_BYTES,), np.uint8)
     memory[:] = 0
     start = memory.ctypes.data
-    _read(start, 256)
-    seconds = min(_together(threads, lambda i: _read(start + i * READ_BYTES, READ_BYTES)) for _ in range(5))
+    read_range(start, 256)
+    seconds = min(_together(threads, lambda i: read_range(start + i * READ_BYTES, READ_BYTES)) for _ in range(5))
     return threads * READ_BYTES / seconds
 
 

@@ -219,6 +219,16 @@ def multiply(context: Any, left: Any, right: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def divide(context: Any, left: Any, right: Any) -> Any:
+    """left / right."""
+
+    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fdiv(args[0], args[1])
+
+    return vector(vector, vector), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend; fused where the processor fuses."""
 

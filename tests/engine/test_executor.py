@@ -65,6 +65,7 @@ def executor(path: Path, neighbours: Neighbours, **changes: Any) -> Executor:
         swap_space=changes.pop("swap_space", None),
         model_impl=changes.pop("model_impl", "auto"),
         quantization=changes.pop("quantization", "none"),
+        kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),
     )
     settings = ExecutorSettings(
         source=ModelSource(str(path), "directory", "model"),
@@ -102,6 +103,7 @@ def test_start(llama: Path) -> None:
     assert isinstance(started, Started)
     assert started.summary == {
         "dtype": "float32",
+        "kv_dtype": "float32",
         "model_impl": "transformers",
         "quantization": "none",
         "instructions": "",
@@ -145,6 +147,9 @@ def test_what_cannot_start_says_why_and_exits(llama: Path, tmp_path: Path) -> No
     assert "power of two" in failure(llama, block_size=48)
     assert f"--threads 9999 is more than the {len(os.sched_getaffinity(0))} processors" in failure(llama, threads=9999)
     assert "power of two" in failure(llama, block_size=256)
+    assert failure(llama, kv_cache_dtype="fp8") == (
+        "--kv-cache-dtype fp8 is for GPUs; use int8 on this CPU, or leave it out"
+    )
     config_class, arguments, reason = REFUSED["bloom"]
     assert reason in failure(make_checkpoint(tmp_path / "bloom", config_class, arguments))
 

@@ -25,13 +25,16 @@ from ringserve.engine.decoder_weights import Rotary
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
 from ringserve.engine.kept_weights import KeptWeights
+from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
+from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 from ringserve.messages import TokenizedRequest, unpack_i32
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
+KV_DTYPES: list[KVDType] = ["bfloat16", "int8"]
 VOCABULARY = 211
 NUM_PAGES = 400
 
@@ -53,8 +56,10 @@ def qwen3(directory: Path) -> LoadedModel:
 
 
 @contextmanager
-def bench_of(model: FastModel, page_size: int = 16, num_threads: int = 1) -> Iterator[FastBench]:
-    bench = make_fast_bench(model, page_size=page_size, num_pages=NUM_PAGES, num_threads=num_threads)
+def bench_of(
+    model: FastModel, page_size: int = 16, num_threads: int = 1, kv_dtype: KVDType = "bfloat16"
+) -> Iterator[FastBench]:
+    bench = make_fast_bench(model, page_size=page_size, num_pages=NUM_PAGES, num_threads=num_threads, kv_dtype=kv_dtype)
     try:
         yield bench
     finally:
@@ -70,13 +75,14 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return ids
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FAMILY)
-def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> None:
+def test_logits_are_the_models_own(directory: Path, name: str, level: Any, kv_dtype: KVDType) -> None:
     """``prepare`` compares them; here it must take the model, and be able to tell a difference."""
     loaded = load_small(directory, name)
     for quantization in ("none", "int8"):
-        model = prepare(loaded, quantization, level)
+        model = prepare(loaded, quantization, level, kv_dtype)
         assert model.weights.shape == decoder_shape(loaded.model)
         damaged = next(layer.self_attn.k_proj for layer in loaded.model.model.layers)  # type: ignore[union-attr]
         kept = damaged.weight.detach().clone()
@@ -89,37 +95,39 @@ def test_logits_are_the_models_own(directory: Path, name: str, level: Any) -> No
 
             patch.setattr(fast_startup, "check_other_path", turned)
             with pytest.raises(NotApplicableError, match="its logits differ"):
-                prepare(loaded, quantization, level)
+                prepare(loaded, quantization, level, kv_dtype)
         damaged.weight.data.copy_(kept)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_logits_are_independent_of_company_chunks_and_threads(
-    qwen3: LoadedModel, quantization: str, level: Any
+    qwen3: LoadedModel, quantization: str, level: Any, kv_dtype: KVDType
 ) -> None:
     """Bit for bit: alone, with 1, 7 and 31 others, in chunks of any size, with two threads, after preemption."""
-    model = prepare(qwen3, quantization, level)
+    model = prepare(qwen3, quantization, level, kv_dtype)
     probe, new_tokens = prompt_of(75, 3), 6
-    with bench_of(model) as bench:
+    with bench_of(model, kv_dtype=kv_dtype) as bench:
         run(bench, [job := Job(probe, new_tokens)])
         expected = np.stack(bench.sampler.seen[job.slot])
     assert np.isfinite(expected).all()
 
     def check(companions: int, budget: int, page_size: int, num_threads: int) -> None:
         others = [Job(prompt_of(3 + 5 * i, 10 + i), 2 + i % 5, arrives=i % 4) for i in range(companions)]
-        with bench_of(model, page_size, num_threads) as bench:
+        with bench_of(model, page_size, num_threads, kv_dtype) as bench:
             run(bench, [*others, among := Job(probe, new_tokens, arrives=1)], budget)
             got = np.stack(bench.sampler.seen[among.slot][-new_tokens:])
         assert among.tokens == job.tokens
         assert np.array_equal(got, expected)
 
+    # Pages of the same size throughout: a page's numbers are added up before they join the row's.
     for companions, budget, num_threads in ((0, 7, 1), (1, 32, 2), (7, 64, 1), (31, 50, 2), (31, 512, 1), (0, 512, 2)):
         check(companions, budget, 16, num_threads)
 
     for done in (1, 4):
         again = Job(probe, new_tokens, generated_before=job.tokens[:done])
-        with bench_of(model, num_threads=2) as bench:
+        with bench_of(model, num_threads=2, kv_dtype=kv_dtype) as bench:
             run(bench, [Job(prompt_of(30, 4), 9), again], 40)
             got = np.stack(bench.sampler.seen[again.slot])
         assert again.tokens == job.tokens[done:]
@@ -150,6 +158,25 @@ def test_what_comes_back_from_the_host_has_the_same_bits(directory: Path) -> Non
             assert generated.token_ids == alone.results[key].token_ids
     finally:
         executor.actor.shutdown()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ["qwen3", "llama-multi-query", "mistral-window"])
+def test_long_sequences_are_shared_by_the_threads(directory: Path, name: str, kv_dtype: KVDType) -> None:
+    """Beyond two spans of keys a lone sequence's are cut up: the same bits with one thread, two, and with others."""
+    model = prepare(load_small(directory, name), kv_dtype=kv_dtype)
+    probe, new_tokens = prompt_of(1019, 6), 10
+    results = []
+    for num_threads, companions in ((1, 0), (2, 0), (2, 1), (2, 9)):
+        others = [Job(prompt_of(20 + 30 * i, 60 + i), 6, arrives=9 + i) for i in range(companions)]
+        with bench_of(model, 16, num_threads, kv_dtype) as bench:
+            run(bench, [job := Job(probe, new_tokens), *others], 256)
+            results.append(np.stack(bench.sampler.seen[job.slot][-new_tokens:]))
+            spans = int(bench.decoder._step[k.SPANS])
+            assert companions or spans == (3 if num_threads > 1 else 0)  # of the last step
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        assert np.array_equal(other, results[0])
 
 
 def test_windows_are_those_of_the_model(directory: Path) -> None:
@@ -208,14 +235,18 @@ def test_modules_that_were_exchanged_are_not_computed(directory: Path) -> None:
         decoder_shape(loaded.model)
 
 
-@pytest.mark.slow
-def test_the_default_models_distribution_stays() -> None:
-    """512 tokens against float32, as in ``test_int8_linear``: a licence, and a piece of it twice."""
-    source = default_model()
-    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
+def two_texts() -> list[list[int]]:
+    """512 tokens each: a licence, and a piece of it twice, which the model knows the second time."""
+    tokenizer = load_tokenizer(TokenizerSettings(default_model(), None, None)).backend
     licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     ids = tokenizer.encode(licence, add_special_tokens=False).ids
-    texts = [ids[:512], ids[40:296] * 2]
+    return [ids[:512], ids[40:296] * 2]
+
+
+@pytest.mark.slow
+def test_the_default_models_distribution_stays() -> None:
+    """512 tokens against float32, as in ``test_int8_linear``."""
+    source, texts = default_model(), two_texts()
     plain: Any = plain_model(source).eval()
     with torch.inference_mode():
         expected = [plain(torch.tensor([text])).logits[0].double().log_softmax(-1).numpy() for text in texts]
@@ -226,6 +257,20 @@ def test_the_default_models_distribution_stays() -> None:
         for exact, got in zip(expected, found, strict=True):
             assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= most
         assert (expected[1].argmax(axis=1) == found[1].argmax(axis=1)).mean() >= agreement
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_keys_and_values_in_int8_keep_the_distribution(level: Any) -> None:
+    """bfloat16 weights: pages in int8 against pages in bfloat16; docs/benchmarks.md has more texts."""
+    loaded = load_model(default_model(), "bfloat16", lambda stage, fraction: None)
+    texts, found = two_texts(), []
+    for kv_dtype in KV_DTYPES:
+        with bench_of(prepare(loaded, "none", level, kv_dtype), 64, kv_dtype=kv_dtype) as bench:
+            found.append([_log_probabilities(bench, text) for text in texts])
+    for exact, got, agreement in zip(*found, (0.97, 0.98), strict=True):
+        assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= 0.004
+        assert (exact.argmax(axis=1) == got.argmax(axis=1)).mean() >= agreement
 
 
 def _log_probabilities(bench: FastBench, text: list[int]) -> Any:
@@ -281,7 +326,7 @@ def test_weights_that_did_not_pass_the_check_are_not_kept(
 
     def start() -> CpuModel:
         kept = KeptWeights("none", path, tmp_path / "weights")
-        return load_and_check(settings, "bfloat16", 16, lambda: kept, lambda stage, fraction: None)
+        return load_and_check(settings, "bfloat16", "bfloat16", 16, lambda: kept, lambda stage, fraction: None)
 
     with monkeypatch.context() as patch:
         patch.setitem(fast_startup.TOLERANCE, "none", 0.0)

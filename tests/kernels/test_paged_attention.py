@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from ringserve.kernels.paged_attention import PagedBatch, paged_attention, write_kv
+from ringserve.kernels.paged_attention import PagedBatch, Scales, paged_attention, write_kv
 from ringserve.kernels.paged_attention_reference import paged_attention_reference
 
 
@@ -28,6 +28,7 @@ class Pages:
     keys: torch.Tensor
     values: torch.Tensor
     free: list[int]
+    scales: Scales | None = None
 
     @classmethod
     def poisoned(
@@ -36,8 +37,17 @@ class Pages:
         shape = (num_pages + 1, kv_heads, page_size)
         free = list(range(1, num_pages + 1))
         random.shuffle(free)
+        if dtype == torch.int8:
+            codes, others = (torch.randint(-128, 128, (*shape, dim), dtype=dtype) for dim in dims)
+            return cls(codes, others, free, (torch.full(shape, torch.nan), torch.full(shape, torch.nan)))
         keys = torch.full((*shape, dims[0]), torch.nan, dtype=dtype)
         return cls(keys, torch.full((*shape, dims[1]), torch.nan, dtype=dtype), free)
+
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as numbers."""
+        if self.scales is None:
+            return self.keys, self.values
+        return self.keys * self.scales[0][..., None], self.values * self.scales[1][..., None]
 
     @property
     def page_size(self) -> int:
@@ -49,7 +59,7 @@ class Pages:
         table = torch.tensor([self.free.pop() for _ in range(num_tokens // self.page_size + 1)])
         positions = torch.arange(num_tokens)
         slots = table[positions // self.page_size] * self.page_size + positions % self.page_size
-        write_kv(self.keys, self.values, keys, values, slots)
+        write_kv(self.keys, self.values, keys, values, slots, self.scales)
         return table
 
 
@@ -72,14 +82,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_reference(
-    case: tuple[int, int, int, int, int, int | None, float | None, bool], dtype: torch.dtype
+    case: tuple[int, int, int, int, int, int | None, float | None, bool], dtype: torch.dtype, int8: bool
 ) -> None:
     heads, kv_heads, key_dim, value_dim, page_size, window, softcap, with_sinks = case
     random, generator = Random(str(case)), torch.Generator().manual_seed(7)
-    pages = Pages.poisoned(1200 // page_size + 40, kv_heads, page_size, (key_dim, value_dim), dtype, random)
+    stored = torch.int8 if int8 else dtype
+    pages = Pages.poisoned(1200 // page_size + 40, kv_heads, page_size, (key_dim, value_dim), stored, random)
     query_start, context_lens, tables, queries = [0], [], [], []
     for num_queries, before in ((1, 0), (1, 199), (1, 63), (5, 0), (3, 130), (140, 60), (1, 64), (1, 210), (0, 20)):
         tokens = before + num_queries
@@ -94,21 +106,23 @@ def test_equals_the_reference(
         context_lens.append(tokens)
     batch = PagedBatch(query_start, context_lens, tables)
     sinks = torch.randn(heads, generator=generator) if with_sinks else None
-    arguments = (torch.cat(queries), pages.keys, pages.values, batch, key_dim**-0.5, window, softcap, sinks)
-    result, expected = paged_attention(*arguments), paged_attention_reference(*arguments)
+    q, scale = torch.cat(queries), key_dim**-0.5
+    result = paged_attention(q, pages.keys, pages.values, batch, scale, window, softcap, sinks, pages.scales)
+    expected = paged_attention_reference(q, *pages.plain(), batch, scale, window, softcap, sinks)
     assert result.dtype == dtype
     assert result.shape == expected.shape
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(9, 3, 64, None), (9, 3, 64, 100), (8, 8, 64, None), (7, 1, 128, 300), (4, 2, 80, None)],
 )
 def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
-    heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype, int8: bool
 ) -> None:
     random, generator = Random(1), torch.Generator().manual_seed(3)
     length = 290
@@ -118,7 +132,8 @@ def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
     mates = [_random(generator, n, kv_heads, dim, dtype=dtype) for n in (17, 190, 290, 430, 700)]
     whole: torch.Tensor | None = None
     for page_size, chunks in ((64, (290, 256, 100, 7, 1)), (16, (33, 2))):
-        pages = Pages.poisoned(3000 // page_size, kv_heads, page_size, (dim, dim), dtype, random)
+        stored = torch.int8 if int8 else dtype
+        pages = Pages.poisoned(3000 // page_size, kv_heads, page_size, (dim, dim), stored, random)
         table = pages.add(k, v)
         mate_tables = [pages.add(mate, mate) for mate in mates]
         for chunk in chunks:
@@ -138,7 +153,9 @@ def test_rows_do_not_depend_on_chunks_pages_or_batch_mates(
                 for size in sizes:
                     starts.append(starts[-1] + size)
                 batch = PagedBatch(starts, context_lens, tables)
-                out = paged_attention(torch.cat(queries), pages.keys, pages.values, batch, dim**-0.5, window)
+                out = paged_attention(
+                    torch.cat(queries), pages.keys, pages.values, batch, dim**-0.5, window, scales=pages.scales
+                )
                 mine = next(i for i, entry in enumerate(tables) if entry is table)
                 parts.append(out[starts[mine] : starts[mine + 1]])
             result = torch.cat(parts)

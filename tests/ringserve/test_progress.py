@@ -29,6 +29,7 @@ def test_the_line_it_ends_with() -> None:
     summary: dict[str, str | int | float] = {
         "url": "http://h:1",
         "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
         "device": "cpu",
         "threads": 2,
         "kv_tokens": 12345,
@@ -39,6 +40,7 @@ def test_the_line_it_ends_with() -> None:
     line = ready_line("tiny", summary)
     assert line.startswith(
         "ringserve: serving tiny at http://h:1 | bfloat16 on cpu, fast path (avx512), 2 thread(s) | "
-        "KV cache 12,345 tokens"
+        "KV cache 12,345 tokens | "
     )
     assert line.endswith(" s")
+    assert "| KV cache 12,345 tokens in int8 | " in ready_line("tiny", {**summary, "kv_dtype": "int8"})

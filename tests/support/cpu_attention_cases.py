@@ -1,4 +1,4 @@
-"""Pages filled token by token, and attention by its definition in float64."""
+"""Pages of bfloat16 or int8 filled token by token, and attention by its definition in float64."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_spans import SPAN, first_page, merge_states, normalise, state_bytes
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
+from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
 from ringserve.kernels.cpu.linear_bf16 import to_bf16
-from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, scratch_bytes
+from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, attend_span, scratch_bytes
+from ringserve.kernels.cpu.paged_attention_int8 import (
+    attend_int8,
+    attend_span_int8,
+    scratch_bytes_int8,
+    split_queries,
+)
+from ringserve.kernels.kv_codes import quantize_kv
 
 Floats = NDArray[np.float32]
 
@@ -22,6 +32,13 @@ def rounded(x: Any) -> Floats:
     return (to_bf16(np.asarray(x, np.float32)).astype(np.uint32) << 16).view(np.float32)
 
 
+def through_int8(x: Floats) -> NDArray[np.float64]:
+    """To codes and back."""
+    codes, scales = quantize_kv(torch.from_numpy(x))
+    values: NDArray[np.float64] = (codes.double() * scales.double()[:, None]).numpy()
+    return values
+
+
 @dataclass
 class Sequence:
     """One kv head's keys and values of a sequence, in pages."""
@@ -29,8 +46,10 @@ class Sequence:
     keys: Floats
     values: Floats
     page_size: int
-    key_pages: NDArray[np.uint16]
-    value_pages: NDArray[np.uint16]
+    key_pages: NDArray[Any]
+    value_pages: NDArray[Any]
+    scales: tuple[Floats, Floats] | None
+    """Of keys and values in int8."""
     table: NDArray[np.int32]
     scratch: NDArray[np.uint8]
 
@@ -41,6 +60,8 @@ class Sequence:
     def attend(self, level: Level, queries: Floats, group: int, first: int, window: int) -> Floats:
         """Rows [tokens * group, dim] for the tokens from position ``first`` on."""
         bits = to_bf16(queries)
+        if self.scales is not None:
+            return self._rows_at(self._attend_int8(level, bits, group, first, window), bits.shape)
         address = attend(
             level,
             bits.ctypes.data,
@@ -58,32 +79,106 @@ class Sequence:
             self.scratch.ctypes.data,
             0,
         )
+        return self._rows_at(address, bits.shape)
+
+    def _attend_int8(self, level: Level, bits: NDArray[np.uint16], group: int, first: int, window: int) -> int:
+        assert self.scales is not None
+        return attend_int8(
+            level,
+            bits.ctypes.data,
+            len(bits),
+            group,
+            first,
+            window,
+            np.float32(self.dim**-0.5 * LOG2_E),
+            self.key_pages.ctypes.data,
+            self.value_pages.ctypes.data,
+            self.scales[0].ctypes.data,
+            self.scales[1].ctypes.data,
+            self.table.ctypes.data,
+            1,
+            self.page_size,
+            self.dim,
+            self.scratch.ctypes.data,
+            0,
+        )
+
+    def attend_in_spans(self, level: Level, queries: Floats, position: int, window: int) -> Floats:
+        """The rows of one token: each span's state computed apart, the last first, then merged."""
+        bits, dim, page_size, rows = to_bf16(queries), self.dim, self.page_size, len(queries)
+        first = first_page(position, window, page_size) * page_size // SPAN
+        size = state_bytes(rows, dim)
+        states = aligned_zeros(((position // SPAN + 1) * size,), np.uint8)
+        states[:] = 0xFF
+        scale, scratch = np.float32(dim**-0.5 * LOG2_E), self.scratch.ctypes.data
+        pages = self.key_pages.ctypes.data, self.value_pages.ctypes.data
+        for span in reversed(range(first, position // SPAN + 1)):
+            self.scratch[:] = 0xFF
+            rest = scratch, span, states.ctypes.data + span * size, position, 0
+            if self.scales is None:
+                stride = 2 * page_size * dim
+                attend_span(
+                    level, bits.ctypes.data, rows, rows, position, window, scale, *pages, self.table.ctypes.data,
+                    stride, page_size, dim, *rest,
+                )  # fmt: skip
+            else:
+                scales = self.scales[0].ctypes.data, self.scales[1].ctypes.data
+                split_queries(bits.ctypes.data, rows, dim, scale, scratch)
+                attend_span_int8(
+                    level, rows, rows, position, window, *pages, *scales, self.table.ctypes.data, 1, page_size, dim,
+                    *rest,
+                )  # fmt: skip
+        whole = states.ctypes.data + first * size
+        for span in range(first + 1, position // SPAN + 1):
+            merge_states(level, rows, dim, whole, states.ctypes.data + span * size)
+        normalise(rows, dim, whole)
+        found: Floats = states[first * size :][: 4 * rows * dim].view(np.float32).reshape(rows, dim).copy()
+        return found
+
+    def _rows_at(self, address: int, shape: tuple[int, ...]) -> Floats:
         start = address - self.scratch.ctypes.data
-        found: Floats = self.scratch[start : start + bits.size * 4].view(np.float32).reshape(bits.shape).copy()
+        found: Floats = self.scratch[start : start + 4 * shape[0] * shape[1]].view(np.float32).reshape(shape).copy()
         return found
 
 
-def make_sequence(length: int, dim: int, page_size: int, seed: int = 0) -> Sequence:
-    """Random keys and values in shuffled pages; everything that was not written is NaN."""
+def make_sequence(length: int, dim: int, page_size: int, seed: int = 0, int8: bool = False) -> Sequence:
+    """Random keys and values in shuffled pages; what was not written is NaN, or any code with a scale of NaN."""
     rng = np.random.default_rng(seed)
     keys, values = (rng.standard_normal((length, dim), dtype=np.float32) for _ in range(2))
     count = -(-length // page_size)
-    pages = [aligned_zeros(((count + 2) * page_size * dim,), np.uint16) for _ in range(2)]
-    for page in pages:
-        page[:] = 0x7FC0
+    elements = (count + 2) * page_size * dim
+    if int8:
+        pages: list[NDArray[Any]] = [aligned_zeros((elements,), np.uint8) for _ in range(2)]
+        scales = (aligned_zeros((elements // dim,), np.float32), aligned_zeros((elements // dim,), np.float32))
+        for page, some in zip(pages, scales, strict=True):
+            page[:] = rng.integers(0, 256, elements)
+            some[:] = np.nan
+    else:
+        pages = [aligned_zeros((elements,), np.uint16) for _ in range(2)]
+        for page in pages:
+            page[:] = 0x7FC0
     # One more entry: the kernel may look one page ahead.
     table = np.concatenate([rng.permutation(count + 1)[:count] + 1, [0]]).astype(np.int32)
-    scratch = aligned_zeros((scratch_bytes(dim, page_size),), np.uint8)
+    scratch = aligned_zeros((max(scratch_bytes(dim, page_size), scratch_bytes_int8(dim, page_size)),), np.uint8)
+    at = scratch.ctypes.data
     for t in range(length):
-        at = int(table[t // page_size]) * 2 * page_size * dim
-        write_key(keys[t].ctypes.data, dim, pages[0].ctypes.data + at, t % page_size, scratch.ctypes.data)
-        write_value(values[t].ctypes.data, dim, pages[1].ctypes.data + at, t % page_size)
-    return Sequence(keys, values, page_size, pages[0], pages[1], table, scratch)
+        first, slot = int(table[t // page_size]) * page_size, t % page_size
+        if int8:
+            places = [array.ctypes.data + first * dim for array in pages]
+            scale_places = [array.ctypes.data + 4 * first for array in scales]
+            write_key_int8(keys[t].ctypes.data, dim, places[0], scale_places[0], slot, at)
+            write_value_int8(values[t].ctypes.data, dim, places[1], scale_places[1], slot, at)
+        else:
+            places = [array.ctypes.data + 2 * first * dim for array in pages]
+            write_key(keys[t].ctypes.data, dim, places[0], slot, at)
+            write_value(values[t].ctypes.data, dim, places[1], slot)
+    return Sequence(keys, values, page_size, pages[0], pages[1], scales if int8 else None, table, scratch)
 
 
 def reference(sequence: Sequence, queries: Floats, group: int, first: int, window: int) -> NDArray[np.float64]:
     """Attention by its definition, on the rounded numbers."""
-    keys, values = rounded(sequence.keys).astype(np.float64), rounded(sequence.values).astype(np.float64)
+    stored = rounded if sequence.scales is None else through_int8
+    keys, values = (stored(x).astype(np.float64) for x in (sequence.keys, sequence.values))
     rows = []
     for r, query in enumerate(rounded(queries).astype(np.float64)):
         stop = first + r // group + 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from checkpoints import make_checkpoint
-from runners import RecordingSampler
+from runners import RecordingSampler, poison
 
 from ringserve.config import ModelSource
+from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_model import FastModel
@@ -71,9 +71,11 @@ def load_small(directory: Path, name: str) -> LoadedModel:
     return load_model(ModelSource(str(path), "directory", name), "bfloat16", lambda stage, fraction: None)
 
 
-def prepare(loaded: LoadedModel, quantization: str = "none", level: Level | None = None) -> FastModel:
+def prepare(
+    loaded: LoadedModel, quantization: str = "none", level: Level | None = None, kv_dtype: KVDType = "bfloat16"
+) -> FastModel:
     """Packed and checked."""
-    return prepare_fast(loaded, quantization, 64, 2048, 1 << 40, lambda stage, fraction: None, level)
+    return prepare_fast(loaded, quantization, 64, 2048, 1 << 40, lambda stage, fraction: None, level, kv_dtype=kv_dtype)
 
 
 @dataclass
@@ -86,12 +88,12 @@ class FastBench:
     runner: ModelRunner
 
 
-def make_fast_bench(model: FastModel, *, page_size: int, num_pages: int, num_threads: int = 1) -> FastBench:
+def make_fast_bench(
+    model: FastModel, *, page_size: int, num_pages: int, num_threads: int = 1, kv_dtype: KVDType = "bfloat16"
+) -> FastBench:
     """A runner on pages full of NaN: whatever is read without having been written shows."""
-    pool = KVPool(model.layers, num_pages, page_size, "bfloat16")
-    for index in range(len(model.layers)):
-        for pages in pool.layer(index):
-            pages.fill_(torch.nan)
+    pool = KVPool(model.layers, num_pages, page_size, kv_dtype)
+    poison(pool)
     decoder = model.decoder(pool, num_threads, 64)
     sampler = RecordingSampler(model.weights.shape.vocab_size, (), 64)
     return FastBench(pool, sampler, decoder, ModelRunner(FastForward(decoder), page_size, sampler))

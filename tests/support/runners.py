@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringserve.config import ModelSource
+from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.model_runner import ModelRunner
@@ -65,14 +66,29 @@ def load(source: ModelSource, dtype: DType) -> tuple[LoadedModel, TracedModel]:
     return loaded, traced
 
 
+def poison(pool: KVPool) -> None:
+    """Fill a pool with NaN; in int8 with the largest code and scales of NaN."""
+    for index in range(pool.statistics().num_layers):
+        scales = pool.scales(index)
+        for pages in pool.layer(index):
+            pages.fill_(torch.nan if scales is None else 127)
+        for some in scales or ():
+            some.fill_(torch.nan)
+
+
 def make_bench(
-    loaded: LoadedModel, traced: TracedModel, *, dtype: DType, page_size: int, num_pages: int, num_slots: int = 64
+    loaded: LoadedModel,
+    traced: TracedModel,
+    *,
+    dtype: DType,
+    page_size: int,
+    num_pages: int,
+    num_slots: int = 64,
+    kv_dtype: KVDType | None = None,
 ) -> Bench:
     """A runner on pages full of NaN: whatever is read without having been written shows."""
-    pool = KVPool(traced.layers, num_pages, page_size, dtype)
-    for index in range(len(traced.layers)):
-        for pages in pool.layer(index):
-            pages.fill_(torch.nan)
+    pool = KVPool(traced.layers, num_pages, page_size, kv_dtype or dtype)
+    poison(pool)
     sampler = RecordingSampler(traced.vocab_size, loaded.eos_token_ids, num_slots)
     forward = TorchForward(loaded.model, traced.modules, pool)
     return Bench(loaded, traced, pool, sampler, ModelRunner(forward, page_size, sampler))
