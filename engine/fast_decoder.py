@@ -20,6 +20,7 @@ from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
+from ringserve.kernels.cpu.quantize import SCALE_WORDS
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 HEAD_GROUP = 4
@@ -191,8 +192,8 @@ class FastDecoder:
         for name, size in (("normed", intermediate[0]), ("attended", attention), ("activated", intermediate[1])):
             if self._int8:
                 groups = -(-size // INT8_GROUP)
-                buffers[name] = aligned_zeros((tokens, row_stride(groups * INT8_GROUP, 1)), np.uint8)
-                buffers[name + " scales"] = aligned_zeros((tokens, row_stride(groups, 4)), np.float32)
+                buffers[name] = aligned_zeros((tokens, row_stride(groups * INT8_GROUP, 1)), np.int8)
+                buffers[name + " scales"] = aligned_zeros((tokens, row_stride(groups * SCALE_WORDS, 4)), np.uint32)
                 if name != "normed":
                     buffers[name + " float"] = aligned_zeros((tokens, row_stride(size, 4)), np.float32)
             else:
@@ -303,14 +304,13 @@ class _Operations:
             "COLUMNS": linear.n,
             "PANELS": padded(linear.n) // PANEL,
         }
-        if linear.scales is not None and linear.corrections is not None:
+        if linear.scales is not None:
             scales = self._buffers[name + " scales"]
             fields |= {
                 "FORMAT": k.INT8,
                 "SCALES": scales.ctypes.data,
                 "LD_SCALES": scales.shape[1],
                 "WEIGHT_SCALES": linear.scales.ctypes.data,
-                "CORRECTIONS": linear.corrections.ctypes.data,
             }
         return fields
 

@@ -15,7 +15,7 @@ from ringserve.engine.weight_cache import WeightCache, source_identity
 from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
 
-LAYOUT = 2
+LAYOUT = 3
 """To be raised whenever the packed form or the way weights are rounded changes."""
 
 
@@ -26,14 +26,11 @@ def pack_bfloat16(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, 
 
 
 def pack_int8(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
-    """Quantised, one scale for each output channel."""
+    """Quantised, a scale for each output channel and group of inputs."""
     n, k = weight.shape
     floats = (weight.astype(np.uint32) << 16).view(np.float32)
-    quantised, scale = linear_int8.quantize_weight(floats)
-    packed, corrections = linear_int8.pack_int8(quantised, zeros)
-    scales = aligned_zeros((linear_bf16.padded(n),), np.float32)
-    scales[:n] = scale
-    return Linear(n, k, linear_int8.padded_k(k), True, packed, _padded_bias(n, bias), scales, corrections)
+    packed, scales = linear_int8.pack_int8(*linear_int8.quantize_weight(floats), zeros)
+    return Linear(n, k, linear_int8.padded_k(k), True, packed, _padded_bias(n, bias), scales)
 
 
 def _padded_bias(n: int, bias: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -82,12 +79,11 @@ class Packer:
         kept = self._kept
         int8 = f"{name}.scales" in kept
         k_pad = linear_int8.padded_k(k) if int8 else linear_bf16.padded_k(k)
-        scales, corrections = kept.get(f"{name}.scales"), kept.get(f"{name}.corrections")
-        return Linear(n, k, k_pad, int8, kept[f"{name}.weight"], kept[f"{name}.bias"], scales, corrections)
+        return Linear(n, k, k_pad, int8, kept[f"{name}.weight"], kept[f"{name}.bias"], kept.get(f"{name}.scales"))
 
 
 def _arrays(linear: Linear) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {"weight": linear.weight, "bias": linear.bias}
-    if linear.scales is not None and linear.corrections is not None:
-        arrays |= {"scales": linear.scales, "corrections": linear.corrections}
+    if linear.scales is not None:
+        arrays["scales"] = linear.scales
     return arrays

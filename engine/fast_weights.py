@@ -134,8 +134,7 @@ class Linear:
     weight: NDArray[Any]
     bias: NDArray[np.float32]
     """[n, padded to whole panels]."""
-    scales: NDArray[np.float32] | None = None
-    corrections: NDArray[np.int16] | None = None
+    scales: NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``nn.Linear`` in int8 for models that run through transformers' modules.
 
-Weights are quantised once, one scale for each output channel; activations at every call, a scale and a zero point for
-each token and group of 64 inputs (``kernels/cpu/linear_int8.py``). A token's result does not depend on the other tokens
+Weights are quantised once, a scale for each output channel and group of 64 inputs; activations at every call, a scale
+for each token and group (``kernels/cpu/linear_int8.py``). A token's result does not depend on the other tokens
 of the call. The weight's plain copy is dropped: ``weight`` stays as a tensor without memory, for code that asks for its
 type or shape.
 """
@@ -19,7 +19,7 @@ from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import padded
 from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, padded_k, quantize_weight
-from ringserve.kernels.cpu.quantize import GROUP, quantize_rows
+from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, quantize_rows
 
 
 class Int8Linear(nn.Module):
@@ -30,9 +30,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
         self._level = level
-        weight, scale = quantize_weight(linear.weight.detach().float().numpy())
-        self._packed, self._corrections = pack_int8(weight, zeros)
-        self._scale = _whole_panels(scale)
+        self._packed, self._scales = pack_int8(*quantize_weight(linear.weight.detach().float().numpy()), zeros)
         bias = np.zeros(0, np.float32) if linear.bias is None else linear.bias.detach().float().numpy()
         self._bias = _whole_panels(bias, self.out_features)
         self._has_bias = linear.bias is not None
@@ -41,19 +39,18 @@ class Int8Linear(nn.Module):
         rows = x.detach().reshape(-1, self.in_features).float().contiguous()
         m, k, n, k_pad = len(rows), self.in_features, self.out_features, padded_k(self.in_features)
         out = torch.empty((m, n), dtype=torch.float32)
-        quantised = np.empty((m, k_pad), np.uint8)
-        scales = np.empty((m, k_pad // GROUP), np.uint32)
+        quantised = np.empty((m, k_pad), np.int8)
+        scales = np.empty((m, k_pad // GROUP * SCALE_WORDS), np.uint32)
         quantize_rows(rows.data_ptr(), m, k, k_pad, quantised.ctypes.data, scales.ctypes.data)
         int8_block(
             self._level,
             self._packed.ctypes.data,
-            self._corrections.ctypes.data,
-            self._scale.ctypes.data,
+            self._scales.ctypes.data,
             self._bias.ctypes.data,
             quantised.ctypes.data,
             k_pad,
             scales.ctypes.data,
-            k_pad // GROUP,
+            scales.shape[1],
             k_pad,
             out.data_ptr(),
             n,

@@ -36,7 +36,7 @@ from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.paged_attention import attend
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
-from ringserve.kernels.cpu.quantize import quantize_row
+from ringserve.kernels.cpu.quantize import SCALE_WORDS, quantize_row
 from ringserve.kernels.cpu.rope import rotate
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
 from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16
@@ -48,7 +48,7 @@ KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantis
 # Columns of an operation.
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
 KEYS, VALUES, WINDOW, Q_NORM, K_NORM, QUERIES = range(13, 19)
-FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, CORRECTIONS = range(19, 24)
+FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES = range(19, 23)
 FIELDS = 24
 
 # FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes.
@@ -138,7 +138,7 @@ def _multiply(level: Any, op: Any, row: int, out: int, ldo: int, rows: int, firs
     if op[FORMAT] == INT8:
         x, scales = op[INPUT] + row * op[LD_INPUT], op[SCALES] + 4 * row * op[LD_SCALES]
         int8_block(
-            level, op[WEIGHT], op[CORRECTIONS], op[WEIGHT_SCALES], op[BIAS], x, op[LD_INPUT], scales, op[LD_SCALES],
+            level, op[WEIGHT], op[WEIGHT_SCALES], op[BIAS], x, op[LD_INPUT], scales, op[LD_SCALES],
             op[K_PAD], out, ldo, rows, op[COLUMNS], first, last, add,
         )  # fmt: skip
     else:
@@ -261,7 +261,7 @@ def _attend_head(
         row, column = rows + 4 * t * group * dim, kv_head * group * dim
         at = (token + t) * op[LD_OUTPUT] + column
         if op[FORMAT] == INT8:  # only where heads are whole groups
-            scales = op[SCALES] + 4 * ((token + t) * op[LD_SCALES] + column // INT8_GROUP)
+            scales = op[SCALES] + 4 * ((token + t) * op[LD_SCALES] + column // INT8_GROUP * SCALE_WORDS)
             quantize_row(row, group * dim, group * dim, op[OUTPUT] + at, scales)
         elif op[FORMAT] == FLOAT32:
             for i in range(0, group * dim, 16):
