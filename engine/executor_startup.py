@@ -13,6 +13,7 @@ from typing import Literal, cast
 import torch
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.calibration import input_sizes
 from ringserve.engine.fast_forward import FastForward
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
@@ -190,7 +191,8 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         # After the check, which needs the plain weights.
         if config.quantization == "int8":
             progress(QUANTISING, 0.0)
-            quantize_linears(loaded.model, host_level(), lambda part: progress(QUANTISING, round(part, 1)))
+            sizes = input_sizes(loaded.model)
+            quantize_linears(loaded.model, host_level(), sizes, lambda part: progress(QUANTISING, round(part, 1)))
         else:
             packed = pack_linears(loaded.model)
         forward = TorchForward(loaded.model, _checked(traced).modules, pool)

@@ -205,7 +205,7 @@ class FastDecoder:
     def _make_operations(self) -> None:
         self._operations[:] = 0
         weights, buffers = self._weights, self._buffers
-        maker = _Operations(self._operations, buffers, self._int8)
+        maker = _Operations(self._operations, buffers)
         maker.add(k.EMBED, WEIGHT=weights.embedding.ctypes.data, **maker.output("x"))
         for index, layer in enumerate(weights.layers):
             self._add_layer(maker, index, layer)
@@ -215,7 +215,7 @@ class FastDecoder:
             ROWS_OF=k.WANTED_ROWS,
             K_PAD=weights.head.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", weights.head),
         )
         maker.add(k.LINEAR, GROUP=HEAD_GROUP, ROWS_OF=k.WANTED_ROWS, **maker.layer(weights.head, "normed"))
         assert maker.count == len(self._operations)
@@ -228,7 +228,7 @@ class FastDecoder:
             WEIGHT=layer.input_norm.ctypes.data,
             K_PAD=layer.qkv.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", layer.qkv),
         )
         maker.add(k.LINEAR, GROUP=1, **maker.layer(layer.qkv, "normed"), **maker.output("qkv"))
         attention = {
@@ -243,29 +243,29 @@ class FastDecoder:
         maker.add(k.ROTATE, **attention)
         if self._int8 and not self._heads_are_groups:
             maker.add(k.ATTEND, FORMAT=k.FLOAT32, **attention, **maker.output("attended float"))
-            maker.add_quantise("attended", shape.heads * shape.head_dim, layer.output.k_pad)
+            maker.add_quantise("attended", layer.output)
         else:
-            maker.add(k.ATTEND, **attention, **maker.packed_output("attended"))
+            maker.add(k.ATTEND, **attention, **maker.packed_output("attended", layer.output))
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.output, "attended"), **maker.output("x"))
         maker.add(
             k.NORM,
             WEIGHT=layer.mlp_norm.ctypes.data,
             K_PAD=layer.gate_up.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", layer.gate_up),
         )
         activated = "activated float" if self._int8 else "activated"
         maker.add(k.GATE_UP, GROUP=2, **maker.layer(layer.gate_up, "normed"), **maker.output(activated))
         if self._int8:
-            maker.add_quantise("activated", shape.intermediate, layer.down.k_pad)
+            maker.add_quantise("activated", layer.down)
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.down, "activated"), **maker.output("x"))
 
 
 class _Operations:
     """Fills the table of operations row by row."""
 
-    def __init__(self, table: NDArray[np.int64], buffers: dict[str, NDArray[Any]], int8: bool) -> None:
-        self._table, self._buffers, self._int8 = table, buffers, int8
+    def __init__(self, table: NDArray[np.int64], buffers: dict[str, NDArray[Any]]) -> None:
+        self._table, self._buffers = table, buffers
         self.count = 0
 
     def add(self, kind: int, **fields: int) -> None:
@@ -286,12 +286,17 @@ class _Operations:
         buffer = self._buffers[name]
         return {"OUTPUT": buffer.ctypes.data, "LD_OUTPUT": buffer.shape[1]}
 
-    def packed_output(self, name: str) -> dict[str, int]:
+    def packed_output(self, name: str, reader: Linear) -> dict[str, int]:
         """A buffer that a linear layer reads: bfloat16, or int8 with scales."""
         fields = self.output(name)
-        if self._int8:
+        if reader.factors is not None:
             scales = self._buffers[name + " scales"]
-            fields |= {"FORMAT": k.INT8, "SCALES": scales.ctypes.data, "LD_SCALES": scales.shape[1]}
+            fields |= {
+                "FORMAT": k.INT8,
+                "SCALES": scales.ctypes.data,
+                "LD_SCALES": scales.shape[1],
+                "FACTORS": reader.factors.ctypes.data,
+            }
         return fields
 
     def layer(self, linear: Linear, name: str) -> dict[str, int]:
@@ -314,8 +319,7 @@ class _Operations:
             }
         return fields
 
-    def add_quantise(self, name: str, columns: int, k_pad: int) -> None:
+    def add_quantise(self, name: str, reader: Linear) -> None:
         """From the float32 buffer of ``name`` to the one that the next layer reads."""
-        self.add(
-            k.QUANTISE, COLUMNS=columns, K_PAD=k_pad, **self.plain_input(name + " float"), **self.packed_output(name)
-        )
+        fields = self.plain_input(name + " float") | self.packed_output(name, reader)
+        self.add(k.QUANTISE, COLUMNS=reader.k, K_PAD=reader.k_pad, **fields)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ringserve.engine.calibration import input_sizes
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_weights import (
@@ -90,6 +91,8 @@ def prepare_fast(
     pack = packer() if packer is not None else Packer(quantization, None, None)
     stage = READING if pack.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
+    if stage == QUANTISING:
+        pack.input_sizes = input_sizes(loaded.model)
     positions = max(max_model_len, *CHECK_LENGTHS)  # compiled code looks them up without a check
     weights = decoder_weights(loaded.model, shape, pack, positions, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)

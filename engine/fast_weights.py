@@ -135,6 +135,8 @@ class Linear:
     bias: NDArray[np.float32]
     """[n, padded to whole panels]."""
     scales: NDArray[np.uint16] | None = None
+    factors: NDArray[np.float32] | None = None
+    """Of the inputs, [k_pad]."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class Source:
     """bfloat16 [n, k]."""
     bias: Callable[[], NDArray[np.float32] | None]
     """[n]."""
+    module: nn.Module
+    """Whose inputs are the layer's."""
 
 
 Pack = Callable[[Source], Linear]
@@ -243,6 +247,7 @@ def _stacked(name: str, parts: tuple[Any, ...]) -> Source:
         parts[0].in_features,
         lambda: np.concatenate([_bits(part.weight) for part in parts]),
         lambda: _biases(parts),
+        parts[0],
     )
 
 
@@ -261,6 +266,7 @@ def _alternating(name: str, gate: Any, up: Any) -> Source:
         gate.in_features,
         lambda: _interleaved(_bits(gate.weight), _bits(up.weight)),
         bias,
+        gate,
     )
 
 

@@ -15,22 +15,32 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ringserve.engine.calibration import InputSizes
 from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import padded
 from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, padded_k, quantize_weight
-from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, quantize_rows
+from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, input_factors, quantize_rows
 
 
 class Int8Linear(nn.Module):
     """x ``[..., in]`` -> ``[..., out]`` in x's type (float32 or bfloat16), on one thread."""
 
-    def __init__(self, linear: nn.Linear, level: Level, zeros: Zeros = aligned_zeros) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        level: Level,
+        zeros: Zeros = aligned_zeros,
+        input_sizes: NDArray[np.float32] | None = None,
+    ) -> None:
+        """``input_sizes``: root mean squares of the inputs (``calibration``)."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
         self._level = level
-        self._packed, self._scales = pack_int8(*quantize_weight(linear.weight.detach().float().numpy()), zeros)
+        weight = linear.weight.detach().float().numpy()
+        self._factors = input_factors(weight, input_sizes)
+        self._packed, self._scales = pack_int8(*quantize_weight(weight, self._factors), zeros)
         bias = np.zeros(0, np.float32) if linear.bias is None else linear.bias.detach().float().numpy()
         self._bias = _whole_panels(bias, self.out_features)
         self._has_bias = linear.bias is not None
@@ -41,7 +51,9 @@ class Int8Linear(nn.Module):
         out = torch.empty((m, n), dtype=torch.float32)
         quantised = np.empty((m, k_pad), np.int8)
         scales = np.empty((m, k_pad // GROUP * SCALE_WORDS), np.uint32)
-        quantize_rows(rows.data_ptr(), m, k, k_pad, quantised.ctypes.data, scales.ctypes.data)
+        quantize_rows(
+            rows.data_ptr(), m, k, k_pad, self._factors.ctypes.data, quantised.ctypes.data, scales.ctypes.data
+        )
         int8_block(
             self._level,
             self._packed.ctypes.data,
@@ -66,9 +78,15 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
 
 
-def quantize_linears(model: nn.Module, level: Level, progress: Callable[[float], None] = lambda fraction: None) -> int:
+def quantize_linears(
+    model: nn.Module,
+    level: Level,
+    input_sizes: InputSizes | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> int:
     """Replace every plain ``nn.Linear`` on the CPU, in place; how many. Modules that only derive from it may do more
     than a product and stay."""
+    input_sizes = {} if input_sizes is None else input_sizes
     # Under all its names: a module that is used in two places is quantised once, and replaced twice.
     found = [
         (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], child)
@@ -80,7 +98,7 @@ def quantize_linears(model: nn.Module, level: Level, progress: Callable[[float],
     replaced: dict[int, Int8Linear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
         if id(child) not in replaced:
-            replaced[id(child)] = Int8Linear(child, level, arena.zeros)
+            replaced[id(child)] = Int8Linear(child, level, arena.zeros, input_sizes.get(child))
             child.weight = replaced[id(child)].weight  # its memory is free from here on
         setattr(parent, name, replaced[id(child)])
         progress(done / count)

@@ -106,6 +106,12 @@ def _sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch
     return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in lengths]
 
 
+def eager_pass(model: nn.Module, num_tokens: int) -> None:
+    """Run ``model`` as it is over one sequence of token ids spread over the vocabulary. Raises ModelError."""
+    with torch.inference_mode():
+        _reference(model, _sequences(model, (num_tokens,)))
+
+
 def _forward(
     model: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: AttentionContext
 ) -> torch.Tensor:

@@ -48,10 +48,11 @@ KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantis
 # Columns of an operation.
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
 KEYS, VALUES, WINDOW, Q_NORM, K_NORM, QUERIES = range(13, 19)
-FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES = range(19, 23)
+FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, FACTORS = range(19, 24)
 FIELDS = 24
 
-# FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes.
+# FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes. FACTORS: of the
+# layer that reads what an operation writes.
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2
 
 # ROWS_OF: how many rows an operation has.
@@ -120,7 +121,7 @@ def _norm(op: Any, step: Any, sizes: Any, eps: Any, tile: int, scratch: int) -> 
         if op[FORMAT] == INT8:
             rms_norm(x, op[WEIGHT], hidden, eps, scratch)
             q, scales = op[OUTPUT] + row * op[LD_OUTPUT], op[SCALES] + 4 * row * op[LD_SCALES]
-            quantize_row(scratch, hidden, op[K_PAD], q, scales)
+            quantize_row(scratch, hidden, op[K_PAD], op[FACTORS], q, scales)
         else:
             rms_norm_bfloat16(x, op[WEIGHT], hidden, eps, op[OUTPUT] + 2 * row * op[LD_OUTPUT])
 
@@ -129,7 +130,7 @@ def _norm(op: Any, step: Any, sizes: Any, eps: Any, tile: int, scratch: int) -> 
 def _quantise(op: Any, step: Any, tile: int) -> None:
     for row in range(tile * NORM_ROWS, min((tile + 1) * NORM_ROWS, step[NUM_TOKENS])):
         q, scales = op[OUTPUT] + row * op[LD_OUTPUT], op[SCALES] + 4 * row * op[LD_SCALES]
-        quantize_row(op[INPUT] + 4 * row * op[LD_INPUT], op[COLUMNS], op[K_PAD], q, scales)
+        quantize_row(op[INPUT] + 4 * row * op[LD_INPUT], op[COLUMNS], op[K_PAD], op[FACTORS], q, scales)
 
 
 @compiled
@@ -262,7 +263,7 @@ def _attend_head(
         at = (token + t) * op[LD_OUTPUT] + column
         if op[FORMAT] == INT8:  # only where heads are whole groups
             scales = op[SCALES] + 4 * ((token + t) * op[LD_SCALES] + column // INT8_GROUP * SCALE_WORDS)
-            quantize_row(row, group * dim, group * dim, op[OUTPUT] + at, scales)
+            quantize_row(row, group * dim, group * dim, op[FACTORS] + 4 * column, op[OUTPUT] + at, scales)
         elif op[FORMAT] == FLOAT32:
             for i in range(0, group * dim, 16):
                 store(op[OUTPUT] + 4 * (at + i), load(row + 4 * i))

@@ -1,7 +1,7 @@
 """Linear layers with int8 weights and int8 activations.
 
 Both have a scale for each ``GROUP`` = 64 inputs, weights for each output channel j, activations (``quantize.py``) for
-each row i. The inputs of a group are rotated, the weights the other way round, which leaves products as they are::
+each row i. The inputs of a group are scaled and rotated, the weights the other way round, which leaves products as they are::
 
     out[i, j] = sum_g wscale[j, g] * xscale[i, g] * (sum_(k in g) xq[i, k] * wq[j, k]) + bias[j]
 
@@ -68,13 +68,15 @@ def padded_k(k: int) -> int:
     return -(-k // GROUP) * GROUP
 
 
-def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
-    """float32 ``[n, k]`` -> int8 ``[n, k_pad]`` and bfloat16 scales ``[n, k_pad / 64]``, of the rotated weights:
-    ``rotated ~ q * scale``, |q| <= 127.
+def quantize_weight(
+    weight: NDArray[np.float32], factors: NDArray[np.float32]
+) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """float32 ``[n, k]`` -> int8 ``[n, k_pad]`` and bfloat16 scales ``[n, k_pad / 64]``, of the weights for inputs
+    quantised with ``factors`` (``quantize.input_factors``): ``rotated ~ q * scale``, |q| <= 127.
 
     Of ``CANDIDATES`` scales a group takes the one with the smallest sum of squared errors: cutting the largest off is
     often better than coarser steps for all."""
-    rotated = rotate_weight(weight)
+    rotated = rotate_weight(weight, factors)
     groups = rotated.reshape(-1, GROUP)
     # Groups so small that the inverse would be infinite count as zeros.
     largest = np.abs(groups).max(axis=1, initial=0.0)
@@ -145,6 +147,9 @@ def _emit_tile(
 ) -> None:
     ldxs, groups, out, ldo, accumulate, ahead, ahead_step = rest
     const = llvm.const
+    # The compiler is not to unroll the loop over a whole group: it then loads weights in such an order that the
+    # processor does not fetch ahead as it should (a fifth of the speed at one row).
+    steps = llvm.opaque(b, const(_STEPS))
     x_starts, scale_starts = llvm.row_addresses(b, x, ldx, rows), llvm.row_addresses(b, xscale, ldxs, rows)
     before, outer, inner = b.block, b.append_basic_block("groups"), b.append_basic_block("quads")
     group_done, done = b.append_basic_block("group_done"), b.append_basic_block("sums")
@@ -184,7 +189,7 @@ def _emit_tile(
     for row in range(rows):
         llvm.incoming(dots[row], [beginnings[row]] * VECTORS, outer)
         llvm.incoming(dots[row], new_dots[row], inner)
-    b.cbranch(b.icmp_signed("<", next_step, const(_STEPS)), inner, group_done)
+    b.cbranch(b.icmp_signed("<", next_step, steps), inner, group_done)
 
     b.position_at_end(group_done)
     next_group = b.add(group, const(1))

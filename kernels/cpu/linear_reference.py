@@ -23,16 +23,13 @@ def linear_reference(
     return out if bias is None else out + bias
 
 
-def rotate_reference(x: NDArray[np.floating]) -> Float64:
-    """x ``[m, k]`` with zeros up to whole groups, each group times its signs and the Hadamard matrix of the 64
-    coordinates of a cube in six dimensions: ``[m, k_pad]``."""
+def rotate_reference(x: NDArray[np.floating], factors: NDArray[np.float32]) -> Float64:
+    """x ``[m, k]`` with zeros up to whole groups, times ``factors`` ``[k_pad]``, each group's Hadamard transform: sums
+    and differences along the six axes of a cube: ``[m, k_pad]``."""
     m, k = x.shape
-    padded = np.zeros((m, -(-k // GROUP) * GROUP))
+    padded = np.zeros((m, len(factors)))
     padded[:, :k] = x
-    # The bits of 0x243F6A88 85A308D3 from the lowest: set means minus.
-    digits = np.array([0x85A308D3, 0x243F6A88], np.uint32)
-    signs = 1.0 - 2.0 * np.unpackbits(digits.view(np.uint8), bitorder="little")
-    cube = (padded.reshape(-1, GROUP) * signs).reshape(-1, *[2] * 6)
+    cube = (padded * factors).reshape(-1, *[2] * 6)
     for axis in range(1, 7):
         zero, one = np.take(cube, 0, axis), np.take(cube, 1, axis)
         cube = np.stack([zero + one, zero - one], axis)
@@ -40,9 +37,9 @@ def rotate_reference(x: NDArray[np.floating]) -> Float64:
     return rotated
 
 
-def quantize_reference(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], Float64]:
-    """x ``[m, k]`` -> rotated and rounded ``[m, k_pad]``, and each group's scale."""
-    groups = rotate_reference(x).reshape(len(x), -1, GROUP)
+def quantize_reference(x: NDArray[np.float32], factors: NDArray[np.float32]) -> tuple[NDArray[np.int64], Float64]:
+    """x ``[m, k]`` -> scaled, rotated and rounded ``[m, k_pad]``, and each group's scale."""
+    groups = rotate_reference(x, factors).reshape(len(x), -1, GROUP)
     largest = np.abs(groups).max(axis=2)
     scale = np.where(largest < 1e-30, 0.0, largest / 127)
     inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)

@@ -10,12 +10,18 @@ from numpy.typing import NDArray
 from ringserve.kernels.cpu.linear_bf16 import pack_bf16, padded, padded_k, to_bf16
 from ringserve.kernels.cpu.linear_int8 import pack_int8, quantize_weight
 from ringserve.kernels.cpu.linear_reference import from_bf16, quantize_reference, rotate_reference
-from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, ZERO_WEIGHT, rotate_weight, rotation
+from ringserve.kernels.cpu.quantize import GROUP, LARGEST_FACTOR, SCALE_WORDS, ZERO_WEIGHT, input_factors, rotate_weight
+
+
+def _factors(k: int, spread: float = 2.0) -> NDArray[np.float32]:
+    rng = np.random.default_rng(k)
+    sizes = np.exp(rng.uniform(-spread, spread, k)).astype(np.float32)
+    return input_factors(rng.standard_normal((9, k)).astype(np.float32), sizes)
 
 
 def _quantize(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int32]]:
     """Values, scales, and what products have too much."""
-    q, words = quantize(x)
+    q, words = quantize(x, _factors(x.shape[1]))
     return q, words.view(np.float32)[:, ::SCALE_WORDS], words.view(np.int32)[:, 1::SCALE_WORDS]
 
 
@@ -32,7 +38,7 @@ def test_activations(k: int) -> None:
     x[9] = 100 + rng.random(k)
     x[10, : k // 2] = 0
     q, scales, beginnings = _quantize(x)
-    expected, expected_scales = quantize_reference(x)
+    expected, expected_scales = quantize_reference(x, _factors(k))
     np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
     assert (np.abs(q - expected) <= 1).all()
     assert not scales[3:5].any()
@@ -41,7 +47,7 @@ def test_activations(k: int) -> None:
     np.testing.assert_array_equal(beginnings, -ZERO_WEIGHT * q.reshape(12, -1, GROUP).sum(axis=2, dtype=np.int32))
     # No rotated value is off by more than half a step and what rounding in float32 adds.
     steps = np.repeat(scales.astype(np.float64), GROUP, axis=1)
-    error = np.abs(q * steps - rotate_reference(x))
+    error = np.abs(q * steps - rotate_reference(x, _factors(k)))
     error[4] = 0
     assert (error <= steps * 0.501).all()
 
@@ -50,8 +56,11 @@ def test_one_large_value_leaves_the_others_their_steps() -> None:
     """Rotated, rounded and turned back, an outlier's neighbours are off by a part of what they were without."""
     x = np.random.default_rng(3).standard_normal((50, GROUP)).astype(np.float32)
     x[:, 17] = 60
-    q, scales, _ = _quantize(x)
-    back = q * scales.astype(np.float64) @ rotation() / GROUP
+    factors = input_factors(x)
+    q, words = quantize(x, factors)
+    # The transform is its own inverse but for a factor of 64.
+    turned = q * words.view(np.float32)[:, ::SCALE_WORDS].astype(np.float64)
+    back = rotate_reference(turned, np.ones(GROUP, np.float32)) / GROUP / factors
     error = np.sqrt(np.square(back - x).mean())
     assert error < 0.25 * 60 / 127 / np.sqrt(12)
 
@@ -60,8 +69,39 @@ def test_the_rotation_cancels_out() -> None:
     rng = np.random.default_rng(4)
     for k in (64, 70, 192):
         x, weight = rng.standard_normal((5, k)).astype(np.float32), rng.standard_normal((7, k)).astype(np.float32)
-        product = rotate_reference(x) @ rotate_weight(weight).T.astype(np.float64)
+        factors = _factors(k)
+        product = rotate_reference(x, factors) @ rotate_weight(weight, factors).T.astype(np.float64)
         np.testing.assert_allclose(product, x.astype(np.float64) @ weight.T, atol=1e-4)
+
+
+def test_factors_share_sizes_out() -> None:
+    """Powers of two: small for large inputs and small weights; a sign alone where nothing is known or useful."""
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((40, 200)).astype(np.float32)
+    sizes = np.ones(200, np.float32)
+    sizes[3], sizes[4], sizes[5], sizes[6], sizes[7] = 64, 1 / 64, 0, np.inf, np.nan
+    weight[:, 8], weight[:, 9], sizes[10] = 0, 1e-44, 1e30
+    factors = np.abs(input_factors(weight, sizes))
+    assert (np.frexp(factors)[0] == 0.5).all()
+    assert factors[3] * 8 == factors[0] == factors[4] / 8
+    assert (factors[[5, 6, 7, 8, 9, *range(200, 256)]] == 1).all()
+    assert factors[10] == 1 / LARGEST_FACTOR
+    assert (np.abs(input_factors(weight)) == 1).all()
+    assert 20 < (input_factors(weight)[:GROUP] < 0).sum() < 44
+
+
+def test_factors_make_large_inputs_weights_exact() -> None:
+    """The error of a layer some of whose inputs are large is a part of what it is without."""
+    rng = np.random.default_rng(6)
+    x, weight = rng.standard_normal((40, 256)), rng.standard_normal((30, 256)).astype(np.float32)
+    sizes = np.where(np.arange(256) % 20 == 0, 30, 1).astype(np.float32)
+    x *= sizes
+    errors = []
+    for factors in (input_factors(weight), input_factors(weight, sizes)):
+        q, bits = quantize_weight(weight, factors)
+        rounded = q * np.repeat(from_bf16(bits), GROUP, axis=1)
+        errors.append(np.square(rotate_reference(x, factors) @ rounded.T - x @ weight.T).mean())
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_a_value_does_not_depend_on_the_rows_around_it() -> None:
@@ -85,9 +125,10 @@ def test_weights() -> None:
     weight = np.random.default_rng(0).standard_normal((70, 130)).astype(np.float32)
     weight[5] = 0
     weight[6, 3] = 40
-    q, bits = quantize_weight(weight)
+    factors = _factors(130)
+    q, bits = quantize_weight(weight, factors)
     scales = np.repeat(from_bf16(bits), GROUP, axis=1)
-    rotated = rotate_weight(weight)
+    rotated = rotate_weight(weight, factors)
     assert q.shape == rotated.shape
     assert q.min() >= -127
     assert not scales[5].any()
@@ -107,9 +148,10 @@ def test_weights_near_the_smallest_floats() -> None:
     """Rows of tokens that were never trained: no infinity, no warning, nothing that the product would show."""
     weight = np.zeros((4, 64), np.float32)
     weight[:, :3] = np.array([1e-27, 1e-37, 1e-40, 1e-45], np.float32)[:, None]
-    q, bits = quantize_weight(weight)
+    factors = input_factors(weight, np.ones(64, np.float32))
+    q, bits = quantize_weight(weight, factors)
     assert q.min() >= -127
-    np.testing.assert_allclose(q * from_bf16(bits), rotate_weight(weight), atol=1e-30)
+    np.testing.assert_allclose(q * from_bf16(bits), rotate_weight(weight, factors), atol=1e-30)
     assert np.abs(q[0]).max() >= 120
 
 
