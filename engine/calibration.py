@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ringserve.engine.self_check import eager_pass
+from ringserve.engine.self_check import eager_logits, spread_sequences
 
 NUM_TOKENS = 256
 
@@ -38,5 +38,5 @@ def input_sizes(model: nn.Module) -> InputSizes:
             if isinstance(module, nn.Linear):
                 handle = module.register_forward_pre_hook(see)
                 stack.callback(handle.remove)
-        eager_pass(model, NUM_TOKENS)
+        eager_logits(model, spread_sequences(model, (NUM_TOKENS,)))
     return {module: (total / rows[module]).sqrt().numpy() for module, total in squares.items() if rows[module]}

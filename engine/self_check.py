@@ -66,7 +66,7 @@ def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int 
     """Raises ModelError with the reason where the model would not be served right. ``free_bytes``: what it may use;
     ``max_model_len``: the longest sequence that will be served, in tokens."""
     with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
-        sequences = _sequences(model)
+        sequences = spread_sequences(model)
         traced = _trace(model, sequences[0])
         reference = _reference(model, sequences)
         served = _served(model, traced, sequences)
@@ -90,7 +90,7 @@ def check_other_path(
     rounding is a matter of all logits, so is a mistake. While it runs, windows are small.
     """
     with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
-        sequences = _sequences(model, lengths)
+        sequences = spread_sequences(model, lengths)
         expected, got = torch.cat(_reference(model, sequences)), torch.cat(list(compute(sequences)))
     if not bool(torch.isfinite(expected).all()):
         raise ModelError(NOT_FINITE)
@@ -99,17 +99,17 @@ def check_other_path(
         raise ModelError(f"its logits differ from the model's own by {difference:.1e} of their spread")
 
 
-def _sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+def spread_sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     """Token ids spread over the vocabulary, the same at every start."""
     embedding = cast(Any, model).get_input_embeddings()
     generator = np.random.default_rng(1234)
     return [torch.from_numpy(generator.integers(0, embedding.weight.shape[0], n)) for n in lengths]
 
 
-def eager_pass(model: nn.Module, num_tokens: int) -> None:
-    """Run ``model`` as it is over one sequence of token ids spread over the vocabulary. Raises ModelError."""
+def eager_logits(model: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``model``'s own code makes of sequences of token ids: [tokens, vocab_size] each. Raises ModelError."""
     with torch.inference_mode():
-        _reference(model, _sequences(model, (num_tokens,)))
+        return _reference(model, sequences)
 
 
 def _forward(
