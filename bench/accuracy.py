@@ -71,8 +71,8 @@ def texts(source: ModelSource) -> dict[str, list[int]]:
     return {name: ids[:NUM_TOKENS] for name, ids in found.items()}
 
 
-def measure(source: ModelSource, quantization: str) -> Iterator[Agreement]:
-    """Text after text. Needs room for the model in float32 and packed."""
+def measure(source: ModelSource, quantization: str, chosen: Sequence[str] = ()) -> Iterator[Agreement]:
+    """Text after text, all or the ``chosen`` ones. Needs room for the model in float32 and packed."""
     exact = load_model(source, "float32", lambda stage, fraction: None)
     loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
     packer = Packer(quantization, None, None)
@@ -80,6 +80,8 @@ def measure(source: ModelSource, quantization: str) -> Iterator[Agreement]:
     pool = KVPool(model.layers, 1 + NUM_TOKENS // PAGE_SIZE, PAGE_SIZE, "bfloat16")
     decoder = model.decoder(pool, 1, STEP_TOKENS)
     for name, ids in texts(source).items():
+        if chosen and name not in chosen:
+            continue
         reference = eager_logits(exact.model, [torch.tensor(ids)])[0].double().log_softmax(-1)
         yield agreement(name, ids, reference, log_probabilities(decoder, ids))
 

@@ -178,44 +178,6 @@ def test_modules_that_were_exchanged_are_not_computed(directory: Path) -> None:
         decoder_shape(loaded.model)
 
 
-@pytest.mark.slow
-def test_the_default_models_distribution_stays() -> None:
-    """512 tokens against float32, as in ``test_int8_linear``: a licence, and a piece of it twice."""
-    source = default_model()
-    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
-    licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
-    ids = tokenizer.encode(licence, add_special_tokens=False).ids
-    texts = [ids[:512], ids[40:296] * 2]
-    plain: Any = plain_model(source).eval()
-    with torch.inference_mode():
-        expected = [plain(torch.tensor([text])).logits[0].double().log_softmax(-1).numpy() for text in texts]
-    loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
-    for quantization, most, agreement in (("none", 0.0005, 0.99), ("int8", 0.01, 0.975)):
-        with bench_of(prepare(loaded, quantization), 64) as bench:
-            found = [_log_probabilities(bench, text) for text in texts]
-        for exact, got in zip(expected, found, strict=True):
-            assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= most
-        assert (expected[1].argmax(axis=1) == found[1].argmax(axis=1)).mean() >= agreement
-
-
-def _log_probabilities(bench: FastBench, text: list[int]) -> Any:
-    """[tokens, vocabulary], computed in two chunks."""
-    ids, tables = np.array([text], np.int32), np.arange(1, 17, dtype=np.int32)[None].copy()
-    half = len(text) // 2
-    logits = [
-        bench.decoder.forward(
-            np.zeros(1, np.int32),
-            np.array([half], np.int32),
-            np.array([start], np.int64),
-            ids,
-            tables,
-            np.arange(half, dtype=np.int32),
-        ).astype(np.float64)
-        for start in (0, half)
-    ]
-    return torch.from_numpy(np.concatenate(logits)).log_softmax(-1).numpy()
-
-
 def test_float32_and_small_pages_are_left_to_the_general_path(directory: Path) -> None:
     path = make_checkpoint(directory / "float32", *FAMILY["llama"])
     loaded = load_model(ModelSource(str(path), "directory", "llama"), "float32", lambda stage, fraction: None)
