@@ -21,6 +21,7 @@ from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS
+from ringserve.kernels.cpu.row_best import key_columns
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 HEAD_GROUP = 4
@@ -67,6 +68,8 @@ class FastDecoder:
         self._capacity = 0
         self._buffers: dict[str, NDArray[Any]] = {}
         self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self._best: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._head_tiles = -(-padded(shape.vocab_size) // (PANEL * HEAD_GROUP))
         self._stamps: NDArray[np.int64] | None = None
         count = 3 + 9 * shape.layers if self._int8 else 3 + 8 * shape.layers
         if self._int8 and not self._heads_are_groups:
@@ -143,9 +146,14 @@ class FastDecoder:
         step[k.NUM_WANTED] = len(wanted)
         step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
         step[k.WANTED] = wanted.ctypes.data
-        step[k.LOGITS], step[k.LD_LOGITS] = rows.ctypes.data, rows.shape[1]
+        step[k.LOGITS], step[k.LD_LOGITS], step[k.BEST] = rows.ctypes.data, rows.shape[1], self._best.ctypes.data
         k.run_step(self._team.header, *self._fixed)
         return rows[: len(wanted), : self._shape.vocab_size]
+
+    def best_tokens(self) -> NDArray[np.int64]:
+        """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
+        rows = int(self._step[k.NUM_WANTED])
+        return key_columns(self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0))
 
     def set_windows(self, windows: list[int]) -> None:
         """Other sliding windows, for a check that must see them at work."""
@@ -174,6 +182,7 @@ class FastDecoder:
         if rows > len(self._logits):
             columns = row_stride(padded(self._shape.vocab_size), 4)
             self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
+            self._best = aligned_zeros((self._head_tiles * len(self._logits),), np.int64)
         return self._logits
 
     def _grow(self, tokens: int) -> None:

@@ -83,5 +83,9 @@ class TorchForward:
             result: NDArray[np.float32] = logits.float().numpy()
         return result
 
+    def best_tokens(self) -> NDArray[np.int64] | None:
+        """See ``model_runner.Forward``."""
+        return None
+
     def close(self) -> None:
         """Nothing to end."""

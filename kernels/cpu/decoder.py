@@ -38,8 +38,9 @@ from ringserve.kernels.cpu.paged_attention import attend
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS, quantize_row
 from ringserve.kernels.cpu.rope import rotate
+from ringserve.kernels.cpu.row_best import best_key
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
-from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16
+from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16, write_i64
 
 # Kinds of operations.
 EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK = range(8)
@@ -59,7 +60,7 @@ BFLOAT16, INT8, FLOAT32 = 0, 1, 2
 TOKENS_ROWS, WANTED_ROWS = 0, 1
 
 # What changes from step to step.
-NUM_TOKENS, NUM_SEGMENTS, NUM_WANTED, SINGLE, TOKEN_IDS, SEGMENTS, WANTED, STAMPS, LOGITS, LD_LOGITS = range(10)
+NUM_TOKENS, NUM_SEGMENTS, NUM_WANTED, SINGLE, TOKEN_IDS, SEGMENTS, WANTED, STAMPS, LOGITS, LD_LOGITS, BEST = range(11)
 STEP_FIELDS = 16
 
 # The model's sizes.
@@ -154,7 +155,13 @@ def _linear(level: Any, op: Any, step: Any, tile: int) -> None:
     first = tile * op[GROUP]
     last = min(first + op[GROUP], op[PANELS])
     if op[ROWS_OF] == WANTED_ROWS:
-        _multiply(level, op, 0, step[LOGITS], step[LD_LOGITS], step[NUM_WANTED], first, last, 0)
+        rows = step[NUM_WANTED]
+        _multiply(level, op, 0, step[LOGITS], step[LD_LOGITS], rows, first, last, 0)
+        column = first * PANEL
+        count = min(last * PANEL, op[COLUMNS]) - column
+        for row in range(rows):
+            key = best_key(step[LOGITS] + 4 * (row * step[LD_LOGITS] + column), count, column)
+            write_i64(step[BEST] + 8 * (tile * rows + row), key)
     else:
         _multiply(level, op, 0, op[OUTPUT], op[LD_OUTPUT], step[NUM_TOKENS], first, last, op[ADD])
 

@@ -122,6 +122,18 @@ def test_logits_are_independent_of_company_chunks_and_threads(
         assert np.array_equal(got, expected[done:])
 
 
+def test_the_largest_logit_is_found_on_the_way(qwen3: LoadedModel) -> None:
+    """For any number of rows, with two threads; the vocabulary is no whole number of panels."""
+    with bench_of(prepare(qwen3, "none"), num_threads=2) as bench:
+        ids = np.random.default_rng(0).integers(3, VOCABULARY, (1, 40)).astype(np.int32)
+        tables = np.arange(1, 5, dtype=np.int32)[None].copy()
+        for wanted in ([], [3], [39, 0, 5], list(range(40))):
+            rows = np.array(wanted, np.int32)
+            slot, count, done = np.zeros(1, np.int32), np.array([40], np.int32), np.zeros(1, np.int64)
+            logits = bench.decoder.forward(slot, count, done, ids, tables, rows)
+            np.testing.assert_array_equal(bench.decoder.best_tokens(), logits.argmax(axis=1))
+
+
 def test_windows_are_those_of_the_model(directory: Path) -> None:
     assert layer_windows(load_small(directory, "mistral-window").model) == [9, 9, 9]
     assert layer_windows(load_small(directory, "qwen2-sliding").model) == [0, 8, 8]
