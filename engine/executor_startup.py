@@ -21,16 +21,19 @@ from ringserve.engine.fast_weights import NotApplicableError
 from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
 from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
+from ringserve.engine.linear_team import LinearTeam
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
 from ringserve.engine.model_runner import Forward, ModelRunner
-from ringserve.engine.packed_linear import pack_linears
+from ringserve.engine.packed_linear import pack_linears, prefers_team
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.self_check import TracedModel, check_model
 from ringserve.engine.torch_forward import TorchForward
 from ringserve.engine.weight_cache import WeightCache
+from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.features import host_level, level_name
+from ringserve.kernels.cpu.linear_call import run_call
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
 from ringserve.messages import (
     ExecutorReady,
@@ -189,13 +192,19 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
             ) from error
     else:
         # After the check, which needs the plain weights.
-        if config.quantization == "int8":
+        team = None
+        int8 = config.quantization == "int8"
+        if int8 or (dtype == "bfloat16" and prefers_team(host_level())):
+            if not is_kept(run_call):
+                progress(COMPILING, 0.0)
+            team = LinearTeam(threads, host_level())
+        if int8 and team is not None:
             progress(QUANTISING, 0.0)
             sizes = input_sizes(loaded.model)
-            quantize_linears(loaded.model, host_level(), sizes, lambda part: progress(QUANTISING, round(part, 1)))
+            quantize_linears(loaded.model, team, sizes, lambda part: progress(QUANTISING, round(part, 1)))
         else:
-            packed = pack_linears(loaded.model)
-        forward = TorchForward(loaded.model, _checked(traced).modules, pool)
+            packed = pack_linears(loaded.model, team)
+        forward = TorchForward(loaded.model, _checked(traced).modules, pool, team)
     runner = ModelRunner(forward, page_size, sampler)
 
     progress(WARMING_UP, 0.0)
@@ -205,8 +214,7 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
         if not packed:
             raise
         raise ModelError(
-            f"{loaded.architecture} does not run on bfloat16 weights in oneDNN's layout ({first_line(error)}); "
-            "use --dtype float32"
+            f"{loaded.architecture} does not run on packed bfloat16 weights ({first_line(error)}); use --dtype float32"
         ) from error
     progress(WARMING_UP, 1.0)
     return Engine(

@@ -230,7 +230,6 @@ class FastDecoder:
         assert maker.count == len(self._operations)
 
     def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:
-        shape = self._shape
         keys, values = self._pages[index]
         maker.add(
             k.NORM,

@@ -1,7 +1,8 @@
 """Linear layers with int8 weights and int8 activations.
 
 Both have a scale for each ``GROUP`` = 64 inputs, weights for each output channel j, activations (``quantize.py``) for
-each row i. The inputs of a group are scaled and rotated, the weights the other way round, which leaves products as they are::
+each row i. The inputs of a group are scaled and rotated, the weights the other way round, which leaves products as they
+are::
 
     out[i, j] = sum_g wscale[j, g] * xscale[i, g] * (sum_(k in g) xq[i, k] * wq[j, k]) + bias[j]
 

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SERVED, make_checkpoint
-from engine_core import default_model
 from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
-from reference import plain_model
 from step_planner import Job, StepPlanner
 
-from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.config import ModelSource
 from ringserve.engine import fast_startup, self_check
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
 from ringserve.engine.model_loader import LoadedModel, load_model
-from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 

@@ -16,6 +16,7 @@ from ringserve.bench.accuracy import agreement, texts
 from ringserve.config import ModelSource
 from ringserve.engine.calibration import input_sizes
 from ringserve.engine.int8_linear import Int8Linear, quantize_linears
+from ringserve.engine.linear_team import LinearTeam
 from ringserve.engine.model_loader import load_model
 from ringserve.engine.self_check import check_model, eager_logits
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, Level, host_level
@@ -39,7 +40,7 @@ def one_thread() -> None:
 def test_close_to_the_plain_layer(level: Level, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(k, n, bias=bias, dtype=dtype)
-    quantised = Int8Linear(plain, level)
+    quantised = Int8Linear(plain, LinearTeam(1, level))
     x = torch.randn(2, 17, k, dtype=dtype)
     with torch.inference_mode():
         expected, found = plain(x), quantised(x)
@@ -60,7 +61,7 @@ def test_what_is_replaced() -> None:
     shared = nn.Linear(8, 8)
     model = nn.Sequential(shared, Special(8, 8), nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16)), shared)
     parts: list[float] = []
-    assert quantize_linears(model, host_level(), progress=parts.append) == 3
+    assert quantize_linears(model, LinearTeam(1, host_level()), progress=parts.append) == 3
     assert parts == sorted(parts)
     assert parts[-1] == 1.0
     assert isinstance(model[0], Int8Linear)
@@ -77,7 +78,7 @@ def test_every_architecture_runs_in_int8(name: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / name, *SERVED[name])
     loaded = load_model(ModelSource(str(checkpoint), "directory", name), "float32", lambda stage, fraction: None)
     traced = check_model(loaded.model)
-    quantize_linears(loaded.model, host_level(), input_sizes(loaded.model))
+    quantize_linears(loaded.model, LinearTeam(1, host_level()), input_sizes(loaded.model))
     bench = make_bench(loaded, traced, dtype="float32", page_size=8, num_pages=24, num_slots=4)
     jobs = [Job(list(range(5, 40)), 6), Job(list(range(60, 65)), 6)]
     results = StepPlanner(bench.runner, 24, 8, 4, budget=16).run(jobs)
@@ -98,7 +99,7 @@ def test_the_default_models_distribution_stays() -> None:
         return [logits.double().log_softmax(-1) for logits in eager_logits(loaded.model, list(chosen.values()))]
 
     expected = log_probabilities()
-    quantize_linears(loaded.model, host_level(), input_sizes(loaded.model))
+    quantize_linears(loaded.model, LinearTeam(1, host_level()), input_sizes(loaded.model))
     for (name, ids), exact, quantised in zip(chosen.items(), expected, log_probabilities(), strict=True):
         found = agreement(name, ids.tolist(), exact, quantised)
         most_kl, least_same = MOST[name]

@@ -23,7 +23,7 @@ FILLER = 7.5
 
 
 def quantize(x: Matrix, factors: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint32]]:
-    """x ``[m, k]`` as an int8 layer with ``factors`` reads it: values ``[m, k_pad]``, words of the groups ``[m, groups * 2]``."""
+    """x ``[m, k]`` as an int8 layer with ``factors`` reads it: values ``[m, k_pad]``, words ``[m, 2 * groups]``."""
     x = np.ascontiguousarray(x)
     m, k = x.shape
     k_pad = linear_int8.padded_k(k)
@@ -92,7 +92,7 @@ class Layer:
         return out
 
     def _compute_int8(self, x: Matrix, bias: Matrix, target: tuple[int, int, int, int, int, int, int]) -> None:
-        m, k_pad = len(x), linear_int8.padded_k(self.k)
+        k_pad = linear_int8.padded_k(self.k)
         packed, scales = self._int8
         q, xscale = quantize(x, self._factors)
         int8_block(
