@@ -25,7 +25,7 @@ from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level, host_level, level_name
 from ringserve.kernels.cpu.linear_bf16 import bf16_block, pack_bf16, padded, to_bf16
 from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, quantize_weight
-from ringserve.kernels.cpu.quantize import GROUP, quantize_rows
+from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, input_factors, quantize_rows
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
 from ringserve.kernels.row_sampler import Draw, NumpyRowSampler, RowSampler
 
@@ -128,19 +128,18 @@ def _bf16(weight: Any, rows: int, level: Level) -> tuple[int, int, Layer]:
 
 def _int8(weight: Any, rows: int, level: Level) -> tuple[int, int, Layer]:
     n, k = weight.shape
-    quantised, scale = quantize_weight(weight)
-    packed, corrections = pack_int8(quantised)
-    pool, correction_pool = _pool(packed), _pool(corrections, POOL_BYTES // packed.nbytes)
-    addresses = [(entry.ctypes.data, other.ctypes.data) for entry, other in zip(pool, correction_pool, strict=True)]
-    scales, bias = aligned_zeros((padded(n),), np.float32), aligned_zeros((padded(n),), np.float32)
-    scales[:n] = scale
+    factors = input_factors(weight)
+    packed, scales = pack_int8(*quantize_weight(weight, factors))
+    pool, scale_pool = _pool(packed), _pool(scales, POOL_BYTES // packed.nbytes)
+    addresses = [(entry.ctypes.data, other.ctypes.data) for entry, other in zip(pool, scale_pool, strict=True)]
+    bias = aligned_zeros((padded(n),), np.float32)
     x = np.random.default_rng(1).standard_normal((rows, k)).astype(np.float32)
-    q, steps = aligned_zeros((rows, k), np.uint8), np.empty((rows, k // GROUP), np.uint32)
-    quantize_rows(x.ctypes.data, rows, k, k, q.ctypes.data, steps.ctypes.data)
+    q, steps = aligned_zeros((rows, k), np.int8), np.empty((rows, k // GROUP * SCALE_WORDS), np.uint32)
+    quantize_rows(x.ctypes.data, rows, k, k, factors.ctypes.data, q.ctypes.data, steps.ctypes.data)
     out = aligned_zeros((rows, padded(n)), np.float32)
-    fixed = (scales.ctypes.data, bias.ctypes.data, q.ctypes.data, k, steps.ctypes.data, k // GROUP, k)
+    fixed = (bias.ctypes.data, q.ctypes.data, k, steps.ctypes.data, steps.shape[1], k)
     target = (out.ctypes.data, padded(n))
-    kept = (pool, correction_pool, scales, bias, q, steps, out)
+    kept = (pool, scale_pool, bias, q, steps, out)
 
     def layer(m: int, i: int) -> None:
         assert kept

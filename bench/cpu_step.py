@@ -108,9 +108,11 @@ class _TimedSampler(Sampler):
 
     seconds = 0.0
 
-    def sample(self, slots: Sequence[int], logits: NDArray[np.float32]) -> Sampled:
+    def sample(
+        self, slots: Sequence[int], logits: NDArray[np.float32], best: NDArray[np.int64] | None = None
+    ) -> Sampled:
         started = time.perf_counter()
-        sampled = super().sample(slots, logits)
+        sampled = super().sample(slots, logits, best)
         self.seconds += time.perf_counter() - started
         return sampled
 
@@ -137,6 +139,9 @@ class _TimedForward:
             part = "output layer" if index == len(times) - 1 else PARTS[kind]
             self.seconds[part] += ticks / total * elapsed
         return logits
+
+    def best_tokens(self) -> NDArray[np.int64] | None:
+        return self._forward.best_tokens()
 
     def close(self) -> None:
         self._forward.close()

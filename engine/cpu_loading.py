@@ -37,6 +37,7 @@ def load_and_check(
     dtype: DType,
     kv_dtype: KVDType,
     page_size: int,
+    threads: int,
     kept: Callable[[], KeptWeights | None],
     progress: Progress,
 ) -> CpuModel:
@@ -69,7 +70,7 @@ def load_and_check(
         max_model_len=max_model_len,
         vocab_size=traced.vocab_size,
         layers=traced.layers,
-        path=TorchPath(loaded, traced, dtype, settings.config.quantization, progress),
+        path=TorchPath(loaded, traced, dtype, settings.config.quantization, threads, progress),
     )
 
 

@@ -152,7 +152,7 @@ def _model(
         from ringserve.engine.torch_setup import set_threads
 
         set_threads(threads)
-        return load_and_check(settings, dtype, kv_dtype, page_size, read, progress)
+        return load_and_check(settings, dtype, kv_dtype, page_size, threads, read, progress)
 
 
 def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | None:

@@ -6,7 +6,7 @@ neither torch nor the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ class Linear:
     weight: NDArray[Any]
     bias: NDArray[np.float32]
     """[n, padded to whole panels]."""
-    scales: NDArray[np.float32] | None = None
-    corrections: NDArray[np.int16] | None = None
+    scales: NDArray[np.uint16] | None = None
+    factors: NDArray[np.float32] | None = None
+    """Of the inputs, [k_pad]."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,13 @@ class Source:
     """bfloat16 [n, k]."""
     bias: Callable[[], NDArray[np.float32] | None]
     """[n]."""
+    module: Any
+    """The torch module whose inputs are the layer's."""
 
 
+InputSizes = Mapping[Any, NDArray[np.float32]]
+"""Root mean square of each input of a linear layer (a torch module), [in_features]. Layers without tokens are
+missing."""
 Pack = Callable[[Source], Linear]
 
 

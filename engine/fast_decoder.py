@@ -22,6 +22,8 @@ from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
+from ringserve.kernels.cpu.quantize import SCALE_WORDS
+from ringserve.kernels.cpu.row_best import key_columns
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 KV_STORAGE: dict[KVDType, k.KVStorage] = {"bfloat16": k.KV_BFLOAT16, "int8": k.KV_INT8}
@@ -96,6 +98,8 @@ class FastDecoder:
         self._capacity = 0
         self._buffers: dict[str, NDArray[Any]] = {}
         self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self._best: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._head_tiles = -(-padded(shape.vocab_size) // (PANEL * HEAD_GROUP))
         self._stamps: NDArray[np.int64] | None = None
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         count = 3 + 10 * shape.layers if self._int8 else 3 + 9 * shape.layers
@@ -176,11 +180,16 @@ class FastDecoder:
         step[k.NUM_WANTED] = len(wanted)
         step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
         step[k.WANTED] = wanted.ctypes.data
-        step[k.LOGITS], step[k.LD_LOGITS] = rows.ctypes.data, rows.shape[1]
+        step[k.LOGITS], step[k.LD_LOGITS], step[k.BEST] = rows.ctypes.data, rows.shape[1], self._best.ctypes.data
         if step[k.SPANS]:
             step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
         k.run_step(self._team.header, *self._fixed)
         return rows[: len(wanted), : self._shape.vocab_size]
+
+    def best_tokens(self) -> NDArray[np.int64]:
+        """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
+        rows = int(self._step[k.NUM_WANTED])
+        return key_columns(self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0))
 
     def set_windows(self, windows: list[int]) -> None:
         """Other sliding windows, for a check that must see them at work."""
@@ -209,6 +218,7 @@ class FastDecoder:
         if rows > len(self._logits):
             columns = row_stride(padded(self._shape.vocab_size), 4)
             self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
+            self._best = aligned_zeros((self._head_tiles * len(self._logits),), np.int64)
         return self._logits
 
     def _room_for_states(self, spans: int) -> int:
@@ -235,8 +245,8 @@ class FastDecoder:
         for name, size in (("normed", intermediate[0]), ("attended", attention), ("activated", intermediate[1])):
             if self._int8:
                 groups = -(-size // INT8_GROUP)
-                buffers[name] = aligned_zeros((tokens, row_stride(groups * INT8_GROUP, 1)), np.uint8)
-                buffers[name + " scales"] = aligned_zeros((tokens, row_stride(groups, 4)), np.float32)
+                buffers[name] = aligned_zeros((tokens, row_stride(groups * INT8_GROUP, 1)), np.int8)
+                buffers[name + " scales"] = aligned_zeros((tokens, row_stride(groups * SCALE_WORDS, 4)), np.uint32)
                 if name != "normed":
                     buffers[name + " float"] = aligned_zeros((tokens, row_stride(size, 4)), np.float32)
             else:
@@ -248,7 +258,7 @@ class FastDecoder:
     def _make_operations(self) -> None:
         self._operations[:] = 0
         weights, buffers = self._weights, self._buffers
-        maker = _Operations(self._operations, buffers, self._int8)
+        maker = _Operations(self._operations, buffers)
         maker.add(k.EMBED, WEIGHT=weights.embedding.ctypes.data, **maker.output("x"))
         for index, layer in enumerate(weights.layers):
             self._add_layer(maker, index, layer)
@@ -258,19 +268,18 @@ class FastDecoder:
             ROWS_OF=k.WANTED_ROWS,
             K_PAD=weights.head.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", weights.head),
         )
         maker.add(k.LINEAR, GROUP=HEAD_GROUP, ROWS_OF=k.WANTED_ROWS, **maker.layer(weights.head, "normed"))
         assert maker.count == len(self._operations)
 
     def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:
-        shape = self._shape
         maker.add(
             k.NORM,
             WEIGHT=layer.input_norm.ctypes.data,
             K_PAD=layer.qkv.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", layer.qkv),
         )
         maker.add(k.LINEAR, GROUP=1, **maker.layer(layer.qkv, "normed"), **maker.output("qkv"))
         attention = {
@@ -286,9 +295,9 @@ class FastDecoder:
             attention |= {"FORMAT": k.FLOAT32, **maker.output("attended float")}
             maker.add(k.ATTEND, **attention)
             maker.add(k.MERGE, **attention)
-            maker.add_quantise("attended", shape.heads * shape.head_dim, layer.output.k_pad)
+            maker.add_quantise("attended", layer.output)
         else:
-            attention |= maker.packed_output("attended")
+            attention |= maker.packed_output("attended", layer.output)
             maker.add(k.ATTEND, **attention)
             maker.add(k.MERGE, **attention)
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.output, "attended"), **maker.output("x"))
@@ -297,20 +306,20 @@ class FastDecoder:
             WEIGHT=layer.mlp_norm.ctypes.data,
             K_PAD=layer.gate_up.k_pad,
             **maker.plain_input("x"),
-            **maker.packed_output("normed"),
+            **maker.packed_output("normed", layer.gate_up),
         )
         activated = "activated float" if self._int8 else "activated"
         maker.add(k.GATE_UP, GROUP=2, **maker.layer(layer.gate_up, "normed"), **maker.output(activated))
         if self._int8:
-            maker.add_quantise("activated", shape.intermediate, layer.down.k_pad)
+            maker.add_quantise("activated", layer.down)
         maker.add(k.LINEAR, GROUP=1, ADD=1, **maker.layer(layer.down, "activated"), **maker.output("x"))
 
 
 class _Operations:
     """Fills the table of operations row by row."""
 
-    def __init__(self, table: NDArray[np.int64], buffers: dict[str, NDArray[Any]], int8: bool) -> None:
-        self._table, self._buffers, self._int8 = table, buffers, int8
+    def __init__(self, table: NDArray[np.int64], buffers: dict[str, NDArray[Any]]) -> None:
+        self._table, self._buffers = table, buffers
         self.count = 0
 
     def add(self, kind: int, **fields: int) -> None:
@@ -331,12 +340,17 @@ class _Operations:
         buffer = self._buffers[name]
         return {"OUTPUT": buffer.ctypes.data, "LD_OUTPUT": buffer.shape[1]}
 
-    def packed_output(self, name: str) -> dict[str, int]:
+    def packed_output(self, name: str, reader: Linear) -> dict[str, int]:
         """A buffer that a linear layer reads: bfloat16, or int8 with scales."""
         fields = self.output(name)
-        if self._int8:
+        if reader.factors is not None:
             scales = self._buffers[name + " scales"]
-            fields |= {"FORMAT": k.INT8, "SCALES": scales.ctypes.data, "LD_SCALES": scales.shape[1]}
+            fields |= {
+                "FORMAT": k.INT8,
+                "SCALES": scales.ctypes.data,
+                "LD_SCALES": scales.shape[1],
+                "FACTORS": reader.factors.ctypes.data,
+            }
         return fields
 
     def layer(self, linear: Linear, name: str) -> dict[str, int]:
@@ -349,19 +363,17 @@ class _Operations:
             "COLUMNS": linear.n,
             "PANELS": padded(linear.n) // PANEL,
         }
-        if linear.scales is not None and linear.corrections is not None:
+        if linear.scales is not None:
             scales = self._buffers[name + " scales"]
             fields |= {
                 "FORMAT": k.INT8,
                 "SCALES": scales.ctypes.data,
                 "LD_SCALES": scales.shape[1],
                 "WEIGHT_SCALES": linear.scales.ctypes.data,
-                "CORRECTIONS": linear.corrections.ctypes.data,
             }
         return fields
 
-    def add_quantise(self, name: str, columns: int, k_pad: int) -> None:
+    def add_quantise(self, name: str, reader: Linear) -> None:
         """From the float32 buffer of ``name`` to the one that the next layer reads."""
-        self.add(
-            k.QUANTISE, COLUMNS=columns, K_PAD=k_pad, **self.plain_input(name + " float"), **self.packed_output(name)
-        )
+        fields = self.plain_input(name + " float") | self.packed_output(name, reader)
+        self.add(k.QUANTISE, COLUMNS=reader.k, K_PAD=reader.k_pad, **fields)

@@ -21,6 +21,10 @@ class FastForward:
         """See ``model_runner.Forward``."""
         return self.decoder.forward(slots, counts, table.computed, table.ids, table.pages, wanted)
 
+    def best_tokens(self) -> NDArray[np.int64] | None:
+        """See ``model_runner.Forward``."""
+        return self.decoder.best_tokens()
+
     def close(self) -> None:
         """End the helper threads."""
         self.decoder.close()

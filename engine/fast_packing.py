@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.engine.decoder_weights import Linear, Source
+from ringserve.engine.decoder_weights import InputSizes, Linear, Source
 from ringserve.engine.kept_weights import KeptWeights
 from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
+from ringserve.kernels.cpu.quantize import input_factors
 
 
 def pack_bfloat16(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
@@ -20,15 +21,18 @@ def pack_bfloat16(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, 
     return Linear(n, k, linear_bf16.padded_k(k), False, linear_bf16.pack_bf16(weight, zeros), _padded_bias(n, bias))
 
 
-def pack_int8(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
-    """Quantised, one scale for each output channel."""
+def pack_int8(
+    weight: NDArray[np.uint16],
+    bias: NDArray[np.float32] | None,
+    zeros: Zeros,
+    input_sizes: NDArray[np.float32] | None,
+) -> Linear:
+    """Quantised, a scale for each output channel and group of inputs, whose root mean squares are ``input_sizes``."""
     n, k = weight.shape
     floats = (weight.astype(np.uint32) << 16).view(np.float32)
-    quantised, scale = linear_int8.quantize_weight(floats)
-    packed, corrections = linear_int8.pack_int8(quantised, zeros)
-    scales = aligned_zeros((linear_bf16.padded(n),), np.float32)
-    scales[:n] = scale
-    return Linear(n, k, linear_int8.padded_k(k), True, packed, _padded_bias(n, bias), scales, corrections)
+    factors = input_factors(floats, input_sizes)
+    packed, scales = linear_int8.pack_int8(*linear_int8.quantize_weight(floats, factors), zeros)
+    return Linear(n, k, linear_int8.padded_k(k), True, packed, _padded_bias(n, bias), scales, factors)
 
 
 def _padded_bias(n: int, bias: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -42,7 +46,9 @@ class Packer:
     """Packs layer after layer, or gives what an earlier start has packed."""
 
     def __init__(self, quantization: str, kept: KeptWeights | None = None) -> None:
-        self._pack = pack_int8 if quantization == "int8" else pack_bfloat16
+        """``input_sizes`` may be set before the first call, where nothing was found."""
+        self.input_sizes: InputSizes = {}
+        self._int8 = quantization == "int8"
         self._arena = Arena()  # layers smaller than a large page share them
         self._kept = kept
         self._made: dict[str, NDArray[Any]] = {}
@@ -56,7 +62,11 @@ class Packer:
         """See ``decoder_weights.Pack``."""
         if self._kept is not None and self._kept.entry is not None:
             return restored(self._kept.entry.arrays, source.name, source.n, source.k)
-        linear = self._pack(source.weight(), source.bias(), self._arena.zeros)
+        weight, bias, zeros = source.weight(), source.bias(), self._arena.zeros
+        if self._int8:
+            linear = pack_int8(weight, bias, zeros, self.input_sizes.get(source.module))
+        else:
+            linear = pack_bfloat16(weight, bias, zeros)
         self._made |= {f"{source.name}.{part}": array for part, array in _arrays(linear).items()}
         return linear
 
@@ -71,12 +81,12 @@ def restored(arrays: Mapping[str, NDArray[Any]], name: str, n: int, k: int) -> L
     """A layer from what ``Packer`` has kept. Raises KeyError where it is not there."""
     int8 = f"{name}.scales" in arrays
     k_pad = linear_int8.padded_k(k) if int8 else linear_bf16.padded_k(k)
-    scales, corrections = arrays.get(f"{name}.scales"), arrays.get(f"{name}.corrections")
-    return Linear(n, k, k_pad, int8, arrays[f"{name}.weight"], arrays[f"{name}.bias"], scales, corrections)
+    scales, factors = arrays.get(f"{name}.scales"), arrays.get(f"{name}.factors")
+    return Linear(n, k, k_pad, int8, arrays[f"{name}.weight"], arrays[f"{name}.bias"], scales, factors)
 
 
 def _arrays(linear: Linear) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {"weight": linear.weight, "bias": linear.bias}
-    if linear.scales is not None and linear.corrections is not None:
-        arrays |= {"scales": linear.scales, "corrections": linear.corrections}
+    if linear.scales is not None and linear.factors is not None:
+        arrays |= {"scales": linear.scales, "factors": linear.factors}
     return arrays

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ringserve.engine.calibration import input_sizes
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_kernels import compile_kernels, is_compiled
 from ringserve.engine.fast_model import FastModel
@@ -63,6 +64,8 @@ def prepare_fast(
     pack = packer() if packer is not None else Packer(quantization)
     stage = READING if pack.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
+    if stage == QUANTISING:
+        pack.input_sizes = input_sizes(loaded.model)
     weights = decoder_weights(loaded.model, shape, pack, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)
     model = FastModel(weights, layer_windows(loaded.model), level, max_model_len)

@@ -88,6 +88,7 @@ def _stacked(name: str, parts: tuple[Any, ...]) -> Source:
         parts[0].in_features,
         lambda: np.concatenate([_bits(part.weight) for part in parts]),
         lambda: _biases(parts),
+        parts[0],
     )
 
 
@@ -106,6 +107,7 @@ def _alternating(name: str, gate: Any, up: Any) -> Source:
         gate.in_features,
         lambda: _interleaved(_bits(gate.weight), _bits(up.weight)),
         bias,
+        gate,
     )
 
 

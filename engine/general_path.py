@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ringserve.engine.calibration import input_sizes
 from ringserve.engine.dtypes import DType
 from ringserve.engine.int8_linear import quantize_linears
 from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.linear_team import LinearTeam
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_loader import LoadedModel
-from ringserve.engine.packed_linear import pack_linears
+from ringserve.engine.packed_linear import pack_linears, prefers_team
 from ringserve.engine.self_check import TracedModel
-from ringserve.engine.start_stages import QUANTISING
+from ringserve.engine.start_stages import COMPILING, QUANTISING
 from ringserve.engine.torch_forward import TorchForward
+from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.features import host_level
+from ringserve.kernels.cpu.linear_call import run_call
 
 
 class TorchPath:
@@ -25,25 +29,34 @@ class TorchPath:
         traced: TracedModel,
         dtype: DType,
         quantization: str,
+        threads: int,
         progress: Callable[[str, float], None],
     ) -> None:
         self._loaded, self._traced, self._dtype = loaded, traced, dtype
-        self._quantization, self._progress = quantization, progress
+        self._quantization, self._threads, self._progress = quantization, threads, progress
         self._packed = 0
 
     def forward(self, pool: KVPool) -> TorchForward:
         """Over these pages."""
-        if self._quantization == "int8":
+        model, level = self._loaded.model, host_level()
+        team = None
+        int8 = self._quantization == "int8"
+        if int8 or (self._dtype == "bfloat16" and prefers_team(level)):
+            if not is_kept(run_call):
+                self._progress(COMPILING, 0.0)
+            team = LinearTeam(self._threads, level)
+        if int8 and team is not None:
             self._progress(QUANTISING, 0.0)
-            quantize_linears(self._loaded.model, host_level(), lambda part: self._progress(QUANTISING, round(part, 1)))
+            sizes = input_sizes(model)
+            quantize_linears(model, team, sizes, lambda part: self._progress(QUANTISING, round(part, 1)))
         else:
-            self._packed = pack_linears(self._loaded.model)
-        return TorchForward(self._loaded.model, self._traced.modules, pool)
+            self._packed = pack_linears(model, team)
+        return TorchForward(model, self._traced.modules, pool, team)
 
     def explain(self, error: Exception) -> None:
         """Modelling code that reaches for a packed weight fails in its own way."""
         if self._packed:
             raise ModelError(
-                f"{self._loaded.architecture} does not run on bfloat16 weights in oneDNN's layout "
-                f"({first_line(error)}); use --dtype float32"
+                f"{self._loaded.architecture} does not run on packed bfloat16 weights ({first_line(error)}); "
+                "use --dtype float32"
             ) from error

@@ -17,7 +17,7 @@ from ringserve.engine.user_cache import user_cache
 from ringserve.engine.weight_cache import Entry, WeightCache, source_identity
 from ringserve.kernels.source_digest import files_digest, source_digest
 
-PACKING_MODULES = ("decoder_family", "decoder_weights", "fast_packing", "fast_weights")
+PACKING_MODULES = ("calibration", "decoder_family", "decoder_weights", "fast_packing", "fast_weights")
 """Modules of this package that the packed form, or the way in which weights are rounded, depends on; of the kernels
 simply all. A test follows their imports."""
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"

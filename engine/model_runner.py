@@ -48,6 +48,10 @@ class Forward(Protocol):
         pages, and return float32 logits [len(wanted), vocab_size] of the step's tokens ``wanted`` (numbered through all
         rows). They may be overwritten by the next step."""
 
+    def best_tokens(self) -> NDArray[np.int64] | None:
+        """The column of the largest logit in each row that ``forward`` returned last, as ``argmax`` finds it; None
+        where that was not computed on the way."""
+
     def close(self) -> None:
         """Give back threads."""
 
@@ -186,9 +190,10 @@ class ModelRunner:
         if not len(slots):
             return [], [], None, ()
         # The usual step wants nothing but these rows: no copy.
-        chosen = logits if len(rows) == len(logits) else logits[rows]
+        whole = len(rows) == len(logits)
+        best = self._forward.best_tokens() if whole else None
         names = slots.tolist()
-        sampled = self._sampler.sample(names, chosen)
+        sampled = self._sampler.sample(names, logits if whole else logits[rows], best)
         if not sampled.failed:
             token_ids = [token for token in sampled.token_ids if token is not None]
             table.append(slots, np.array(token_ids, dtype=np.int32))

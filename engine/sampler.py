@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,8 +155,11 @@ class Sampler:
         ids = np.asarray(token_ids, dtype=np.int32)
         self._slots[slot] = _Slot(sampling, choice, ids, num_prompt_tokens, self._eos_token_ids, self._vocab_size)
 
-    def sample(self, slots: Sequence[int], logits: NDArray[np.float32]) -> Sampled:
+    def sample(
+        self, slots: Sequence[int], logits: NDArray[np.float32], best: NDArray[np.int64] | None = None
+    ) -> Sampled:
         """Draw one token for each of ``slots`` (distinct) from its row of ``logits [rows, vocab]`` and advance it.
+        ``best``: ``logits.argmax(axis=1)``, if the caller knows it.
 
         A row that nothing can be drawn from is reported and its slot stays as it was. Raises KeyError for a slot that
         was never reset.
@@ -164,22 +168,28 @@ class Sampler:
         token_ids: list[int | None] = [None] * len(states)
         greedy = [i for i, state in enumerate(states) if state.is_plain_greedy]
         if greedy:
-            best = logits.argmax(axis=1) if len(greedy) == len(states) else logits[greedy].argmax(axis=1)
-            for i, token_id in zip(greedy, best.tolist(), strict=True):
+            # Whole arrays where all rows are greedy, as they often are: a copy of rows reads all of their logits.
+            rows: list[int] | slice = greedy if len(greedy) < len(states) else slice(None)
+            largest = logits[rows].argmax(axis=1) if best is None else best[rows]
+            values = logits[greedy, largest].tolist()
+            for i, token_id, value in zip(greedy, largest.tolist(), values, strict=True):
                 # argmax finds a NaN first: such rows take the slow path.
-                if np.isfinite(logits[i, token_id]):
+                if isfinite(value):
                     token_ids[i] = token_id
         others = [i for i, token_id in enumerate(token_ids) if token_id is None]
-        drawn = self._rows.draw([states[i].draw(logits[i]) for i in others])
-        for i, token in zip(others, drawn, strict=True):
-            token_ids[i] = token
+        if others:
+            drawn = self._rows.draw([states[i].draw(logits[i]) for i in others])
+            for i, token in zip(others, drawn, strict=True):
+                token_ids[i] = token
         failed = [(slot, NO_FINITE_LOGIT) for slot, token in zip(slots, token_ids, strict=True) if token is None]
-        columns = self._logprobs(states, token_ids, logits)
+        columns = None
+        if any(state.sampling.logprobs >= 0 for state in states):
+            entries = self._logprobs(states, token_ids, logits)
+            columns = _pack(entries) if any(entry is not None for entry in entries) else None
         for state, token in zip(states, token_ids, strict=True):
             if token is not None:
                 state.append(token)
-        wanted = any(entry is not None for entry in columns)
-        return Sampled(token_ids, _pack(columns) if wanted else None, failed)
+        return Sampled(token_ids, columns, failed)
 
     def prompt_logprobs(
         self, logits: NDArray[np.float32], next_token_ids: Sequence[int] | NDArray[np.int32], k: int

@@ -66,7 +66,7 @@ def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int 
     """Raises ModelError with the reason where the model would not be served right. ``free_bytes``: what it may use;
     ``max_model_len``: the longest sequence that will be served, in tokens."""
     with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
-        sequences = _sequences(model)
+        sequences = spread_sequences(model)
         traced = _trace(model, sequences[0])
         reference = _reference(model, sequences)
         served = _served(model, traced, sequences)
@@ -78,7 +78,7 @@ def check_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int 
 def trace_model(model: nn.Module, free_bytes: int = 1 << 62, max_model_len: int = 1 << 62) -> TracedModel:
     """The first half of ``check_model``, on whatever device the model is."""
     with torch.inference_mode(), _float32(model, free_bytes), _small_windows(model, max_model_len):
-        return _trace(model, _sequences(model)[0])
+        return _trace(model, spread_sequences(model)[0])
 
 
 def check_other_path(
@@ -97,7 +97,7 @@ def check_other_path(
     its own again; it may take them, since they are not needed afterwards.
     """
     with torch.inference_mode(), _small_windows(model, max_model_len):
-        sequences = _sequences(model, lengths)
+        sequences = spread_sequences(model, lengths)
         with _float32(model, free_bytes):
             expected = torch.cat(_reference(model, sequences))
         got = torch.cat(list(compute(sequences)))
@@ -108,11 +108,17 @@ def check_other_path(
         raise ModelError(f"its logits differ from the model's own by {difference:.1e} of their spread")
 
 
-def _sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+def spread_sequences(model: nn.Module, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     """Token ids spread over the vocabulary, the same at every start."""
     weight = cast(Any, model).get_input_embeddings().weight
     generator = np.random.default_rng(1234)
     return [torch.from_numpy(generator.integers(0, weight.shape[0], n)).to(weight.device) for n in lengths]
+
+
+def eager_logits(model: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``model``'s own code makes of sequences of token ids: [tokens, vocab_size] each. Raises ModelError."""
+    with torch.inference_mode():
+        return _reference(model, sequences)
 
 
 def _forward(

@@ -11,6 +11,7 @@ from torch import nn
 
 from ringserve.engine.attention import PagedContext, index_layers
 from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.linear_team import LinearTeam
 from ringserve.engine.slot_table import SlotTable
 from ringserve.kernels.paged_attention import PagedBatch, Workspace
 
@@ -26,7 +27,11 @@ PADDING_TABLE = torch.zeros(1, dtype=torch.int64)
 class TorchForward:
     """A transformers model and its pages."""
 
-    def __init__(self, model: nn.Module, attention_modules: Sequence[nn.Module], pool: KVPool) -> None:
+    def __init__(
+        self, model: nn.Module, attention_modules: Sequence[nn.Module], pool: KVPool, team: LinearTeam | None = None
+    ) -> None:
+        """``team``: computes the model's linear layers, and ends with this."""
+        self._team = team
         self._model = model
         self._index_of: Mapping[nn.Module, int] = index_layers(attention_modules)
         self._pool = pool
@@ -83,5 +88,11 @@ class TorchForward:
             result: NDArray[np.float32] = logits.float().numpy()
         return result
 
+    def best_tokens(self) -> NDArray[np.int64] | None:
+        """See ``model_runner.Forward``."""
+        return None
+
     def close(self) -> None:
-        """Nothing to end."""
+        """End the threads of the linear layers."""
+        if self._team is not None:
+            self._team.close()

@@ -44,10 +44,11 @@ from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.paged_attention import attend, attend_span, fetch_lines
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, attend_span_int8, split_queries
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
-from ringserve.kernels.cpu.quantize import quantize_row
+from ringserve.kernels.cpu.quantize import SCALE_WORDS, quantize_row
 from ringserve.kernels.cpu.rope import rotate
+from ringserve.kernels.cpu.row_best import best_key
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
-from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16
+from ringserve.kernels.cpu.vector import load, load_bfloat16, read_i64, store, store_bfloat16, write_i64
 
 # Kinds of operations.
 EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK, MERGE = range(9)
@@ -56,11 +57,12 @@ KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantis
 # Columns of an operation.
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
 KEYS, VALUES, WINDOW, Q_NORM, K_NORM, QUERIES = range(13, 19)
-FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, CORRECTIONS = range(19, 24)
+FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, FACTORS = range(19, 24)
 KEY_SCALES, VALUE_SCALES = range(24, 26)
 FIELDS = 26
 
-# FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes.
+# FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes. FACTORS: of the
+# layer that reads what an operation writes.
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2
 
 # How keys and values are stored; see the top of this file.
@@ -72,10 +74,10 @@ KV_INT8: Final[KVStorage] = (1,)
 TOKENS_ROWS, WANTED_ROWS = 0, 1
 
 # What changes from step to step.
-NUM_TOKENS, NUM_SEGMENTS, NUM_WANTED, SINGLE, TOKEN_IDS, SEGMENTS, WANTED, STAMPS, LOGITS, LD_LOGITS = range(10)
+NUM_TOKENS, NUM_SEGMENTS, NUM_WANTED, SINGLE, TOKEN_IDS, SEGMENTS, WANTED, STAMPS, LOGITS, LD_LOGITS, BEST = range(11)
 # SINGLE: ATTEND has ROTATE inside. SPANS: of the longest sequence, where ATTEND is cut at them, else 0. STATES: room
 # for the spans' states, [segment, kv head, span].
-SPANS, STATES = range(10, 12)
+SPANS, STATES = range(11, 13)
 STEP_FIELDS = 16
 
 # The model's sizes.
@@ -144,7 +146,7 @@ def _norm(op: Any, step: Any, sizes: Any, eps: Any, tile: int, scratch: int) -> 
         if op[FORMAT] == INT8:
             rms_norm(x, op[WEIGHT], hidden, eps, scratch)
             q, scales = op[OUTPUT] + row * op[LD_OUTPUT], op[SCALES] + 4 * row * op[LD_SCALES]
-            quantize_row(scratch, hidden, op[K_PAD], q, scales)
+            quantize_row(scratch, hidden, op[K_PAD], op[FACTORS], q, scales)
         else:
             rms_norm_bfloat16(x, op[WEIGHT], hidden, eps, op[OUTPUT] + 2 * row * op[LD_OUTPUT])
 
@@ -153,7 +155,7 @@ def _norm(op: Any, step: Any, sizes: Any, eps: Any, tile: int, scratch: int) -> 
 def _quantise(op: Any, step: Any, tile: int) -> None:
     for row in range(tile * NORM_ROWS, min((tile + 1) * NORM_ROWS, step[NUM_TOKENS])):
         q, scales = op[OUTPUT] + row * op[LD_OUTPUT], op[SCALES] + 4 * row * op[LD_SCALES]
-        quantize_row(op[INPUT] + 4 * row * op[LD_INPUT], op[COLUMNS], op[K_PAD], q, scales)
+        quantize_row(op[INPUT] + 4 * row * op[LD_INPUT], op[COLUMNS], op[K_PAD], op[FACTORS], q, scales)
 
 
 @compiled
@@ -162,7 +164,7 @@ def _multiply(level: Any, op: Any, row: int, out: int, ldo: int, rows: int, firs
     if op[FORMAT] == INT8:
         x, scales = op[INPUT] + row * op[LD_INPUT], op[SCALES] + 4 * row * op[LD_SCALES]
         int8_block(
-            level, op[WEIGHT], op[CORRECTIONS], op[WEIGHT_SCALES], op[BIAS], x, op[LD_INPUT], scales, op[LD_SCALES],
+            level, op[WEIGHT], op[WEIGHT_SCALES], op[BIAS], x, op[LD_INPUT], scales, op[LD_SCALES],
             op[K_PAD], out, ldo, rows, op[COLUMNS], first, last, add,
         )  # fmt: skip
     else:
@@ -177,7 +179,13 @@ def _linear(level: Any, op: Any, step: Any, tile: int) -> None:
     first = tile * op[GROUP]
     last = min(first + op[GROUP], op[PANELS])
     if op[ROWS_OF] == WANTED_ROWS:
-        _multiply(level, op, 0, step[LOGITS], step[LD_LOGITS], step[NUM_WANTED], first, last, 0)
+        rows = step[NUM_WANTED]
+        _multiply(level, op, 0, step[LOGITS], step[LD_LOGITS], rows, first, last, 0)
+        column = first * PANEL
+        count = min(last * PANEL, op[COLUMNS]) - column
+        for row in range(rows):
+            key = best_key(step[LOGITS] + 4 * (row * step[LD_LOGITS] + column), count, column)
+            write_i64(step[BEST] + 8 * (tile * rows + row), key)
     else:
         _multiply(level, op, 0, op[OUTPUT], op[LD_OUTPUT], step[NUM_TOKENS], first, last, op[ADD])
 
@@ -349,8 +357,8 @@ def _write_rows(op: Any, rows: int, token: int, count: int, kv_head: int, group:
         row, column = rows + 4 * t * group * dim, kv_head * group * dim
         at = (token + t) * op[LD_OUTPUT] + column
         if op[FORMAT] == INT8:  # only where heads are whole groups
-            scales = op[SCALES] + 4 * ((token + t) * op[LD_SCALES] + column // INT8_GROUP)
-            quantize_row(row, group * dim, group * dim, op[OUTPUT] + at, scales)
+            scales = op[SCALES] + 4 * ((token + t) * op[LD_SCALES] + column // INT8_GROUP * SCALE_WORDS)
+            quantize_row(row, group * dim, group * dim, op[FACTORS] + 4 * column, op[OUTPUT] + at, scales)
         elif op[FORMAT] == FLOAT32:
             for i in range(0, group * dim, 16):
                 store(op[OUTPUT] + 4 * (at + i), load(row + 4 * i))

@@ -1,26 +1,26 @@
-"""Linear layers with int8 weights and 8-bit activations.
+"""Linear layers with int8 weights and int8 activations.
 
-Weights are symmetric int8 with one float32 scale for each output channel j; activations (``quantize.py``) unsigned with
-a scale and a zero point for each row i and group g of ``GROUP`` = 64 inputs::
+Both have a scale for each ``GROUP`` = 64 inputs, weights for each output channel j, activations (``quantize.py``) for
+each row i. The inputs of a group are scaled and rotated, the weights the other way round, which leaves products as they
+are::
 
-    out[i, j] = wscale[j] * sum_g xscale[i, g] * (sum_(k in g) xq[i, k] * wq[j, k] - zero[i, g] * sum_(k in g) wq[j, k])
-                + bias[j]
+    out[i, j] = sum_g wscale[j, g] * xscale[i, g] * (sum_(k in g) xq[i, k] * wq[j, k]) + bias[j]
 
-What is in parentheses is an exact integer; the outer sum is float32, along g in ascending order. Packed, K padded to
-whole groups with zeros::
+What is in parentheses is an exact integer below 2**24; the outer sum is float32, along g in ascending order. Weights
+are stored as bytes wq + 128, since the processors' products take one factor without a sign; the 128 * sum(xq) too much
+is where a row's sums begin. Packed, K padded to whole groups::
 
-    weights      [panel][k / 4][column 0..47][k % 4]    int8, 64-byte aligned
-    corrections  [panel][k / 64][column 0..47]          int16: the sum of the group's weights
+    weights      [panel][k / 4][column 0..47][k % 4]    uint8, 64-byte aligned
+    scales       [panel][k / 64][column 0..47]          bfloat16
 
 The block function is called from compiled code, on one thread, for a range of panels of ``PANEL`` = 48 columns::
 
-    int8_block(level, w, corrections, wscale, bias, x, ldx, xscale, ldxs, k_pad, out, ldo, m, n, panel_first,
-               panel_last, accumulate)
+    int8_block(level, w, wscale, bias, x, ldx, xscale, ldxs, k_pad, out, ldo, m, n, panel_first, panel_last, accumulate)
 
 * ``level``: ``features.AVX512`` or ``PORTABLE``, passed through;
-* ``w``, ``corrections``, ``wscale``, ``bias``: addresses; the last two of ``n_pad`` float32 (bias zeros if none);
-* ``x``: address of uint8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of uint32 ``[m, ldxs]``,
-  ``k_pad / 64`` used: what ``quantize.quantize_row`` writes;
+* ``w``, ``wscale``, ``bias``: addresses; the last of ``n_pad`` float32 (zeros if none);
+* ``x``: address of int8 ``[m, ldx]``, ``k_pad = padded_k(k)`` used; ``xscale``: of 32-bit words ``[m, ldxs]``,
+  ``k_pad / 64 * SCALE_WORDS`` used: what ``quantize.quantize_row`` writes;
 * ``out``, ``ldo``, ``m``, ``n``, panels, ``accumulate``: as in ``linear_bf16``.
 
 A row's result is the same, bit for bit, whatever m, its place and the panels computed together are.
@@ -49,12 +49,16 @@ from ringserve.kernels.cpu.linear_bf16 import (
     ahead_step,
     copy_columns,
     padded,
+    to_bf16,
 )
-from ringserve.kernels.cpu.llvm import I32, I64, V16F32, V16I16, V16I32
-from ringserve.kernels.cpu.quantize import GROUP, emit_scale_and_zero
+from ringserve.kernels.cpu.llvm import F32, I32, I64, V16F32, V16I16, V16I32
+from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, ZERO_WEIGHT, rotate_weight
 
 ROWS = 4
 """Rows of the largest register tile: 4 x 3 vectors of integer sums and as many of float sums."""
+
+CANDIDATES = tuple(1.0 - 0.015 * step for step in range(-1, 9))
+"""Scales that are tried, as parts of the one that just reaches a group's largest weight."""
 
 _UNROLL = 4
 _STEPS = GROUP // 4
@@ -65,36 +69,69 @@ def padded_k(k: int) -> int:
     return -(-k // GROUP) * GROUP
 
 
-def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """int8 ``[n, k]`` and one scale for each row ``[n]``: ``weight ~ q * scale``, |q| <= 127."""
-    scale = np.abs(weight).max(axis=1, initial=0.0).astype(np.float32) / np.float32(127)
-    # Rows so small that the inverse would be infinite count as zeros.
-    scale[scale < np.finfo(np.float32).tiny] = 0.0
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    return np.rint(weight * inverse[:, None]).astype(np.int8), scale
+def quantize_weight(
+    weight: NDArray[np.float32], factors: NDArray[np.float32]
+) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """float32 ``[n, k]`` -> int8 ``[n, k_pad]`` and bfloat16 scales ``[n, k_pad / 64]``, of the weights for inputs
+    quantised with ``factors`` (``quantize.input_factors``): ``rotated ~ q * scale``, |q| <= 127.
+
+    Of ``CANDIDATES`` scales a group takes the one with the smallest sum of squared errors: cutting the largest off is
+    often better than coarser steps for all."""
+    rotated = rotate_weight(weight, factors)
+    groups = rotated.reshape(-1, GROUP)
+    # Groups so small that the inverse would be infinite count as zeros.
+    largest = np.abs(groups).max(axis=1, initial=0.0)
+    q, scales = np.zeros(groups.shape, np.int8), np.zeros(len(groups), np.float32)
+    candidates = to_bf16(largest[:, None] / np.float32(127) * np.array(CANDIDATES, np.float32))
+    candidates[largest < 1e-30] = 0
+    _round_groups(groups, (candidates.astype(np.uint32) << 16).view(np.float32), q, scales)
+    return q.reshape(rotated.shape), to_bf16(scales).reshape(len(weight), -1)
 
 
-def pack_int8(weight: NDArray[np.int8], zeros: Zeros = aligned_zeros) -> tuple[NDArray[np.int8], NDArray[np.int16]]:
-    """int8 ``[n, k]`` to panels ``[n_pad / 48, k_pad / 4, 48, 4]`` and corrections ``[n_pad / 48, k_pad / 64, 48]``."""
-    n, k = weight.shape
-    k_pad = padded_k(k)
-    packed = zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.int8)
-    corrections = zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.int16)
-    for panel, correction, first in zip(packed, corrections, range(0, n, PANEL), strict=True):
+@compiled
+def _round_groups(groups: Any, candidates: Any, q: Any, scales: Any) -> None:
+    limit = np.float32(127)
+    for g in range(groups.shape[0]):
+        best = np.float32(np.inf)
+        for c in range(candidates.shape[1]):
+            scale = candidates[g, c]
+            if scale == 0:
+                continue
+            inverse, error = np.float32(1) / scale, np.float32(0)
+            for i in range(GROUP):
+                value = groups[g, i]
+                rounded = min(max(np.rint(value * inverse), -limit), limit)
+                error += (rounded * scale - value) ** 2
+            if error < best:
+                best, scales[g] = error, scale
+        if scales[g] != 0:
+            inverse = np.float32(1) / scales[g]
+            for i in range(GROUP):
+                q[g, i] = np.int8(min(max(np.rint(groups[g, i] * inverse), -limit), limit))
+
+
+def pack_int8(
+    weight: NDArray[np.int8], scale: NDArray[np.uint16], zeros: Zeros = aligned_zeros
+) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    """What ``quantize_weight`` gives to panels ``[n_pad / 48, k_pad / 4, 48, 4]`` and scales ``[n_pad / 48, k_pad / 64,
+    48]``."""
+    n, k_pad = weight.shape
+    packed = zeros((padded(n) // PANEL, k_pad // 4, PANEL, 4), np.uint8)
+    scales = zeros((padded(n) // PANEL, k_pad // GROUP, PANEL), np.uint16)
+    for panel, panel_scales, first in zip(packed, scales, range(0, n, PANEL), strict=True):
         rows = weight[first : first + PANEL]
-        columns = np.zeros((PANEL, k_pad), np.int8)
-        columns[: len(rows), :k] = rows
+        columns = np.full((PANEL, k_pad), ZERO_WEIGHT, np.uint8)
+        columns[: len(rows)] += rows.view(np.uint8)
         panel[...] = columns.reshape(PANEL, -1, 4).transpose(1, 0, 2)
-        correction[...] = columns.reshape(PANEL, -1, GROUP).sum(axis=2, dtype=np.int16).T
-    return packed, corrections
+        panel_scales[:, : len(rows)] = scale[first : first + PANEL].T
+    return packed, scales
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
     """The register tile for 1 to ``ROWS`` rows and one panel. Addresses, and strides in bytes:
 
-    ``_tile(level, rows, (w, corrections, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, accumulate, ahead,
-    ahead_step))``
+    ``_tile(level, rows, (w, wscale, bias, x, ldx, xscale, ldxs, groups, out, ldo, accumulate, ahead, ahead_step))``
     """
     native = has_avx512(level)
 
@@ -107,12 +144,13 @@ def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
 
 
 def _emit_tile(
-    b: Any, rows: int, native: bool, w: Any, corrections: Any, wscale: Any, bias: Any, x: Any, ldx: Any, *rest: Any
+    b: Any, rows: int, native: bool, w: Any, wscale: Any, bias: Any, x: Any, ldx: Any, xscale: Any, *rest: Any
 ) -> None:
-    xscale, ldxs, groups, out, ldo, accumulate, ahead, ahead_step = rest
+    ldxs, groups, out, ldo, accumulate, ahead, ahead_step = rest
     const = llvm.const
-    # With one or two rows the sums of weights are computed on the way: their memory traffic would cost more.
-    computed = rows <= 2
+    # The compiler is not to unroll the loop over a whole group: it then loads weights in such an order that the
+    # processor does not fetch ahead as it should (a fifth of the speed at one row).
+    steps = llvm.opaque(b, const(_STEPS))
     x_starts, scale_starts = llvm.row_addresses(b, x, ldx, rows), llvm.row_addresses(b, xscale, ldxs, rows)
     before, outer, inner = b.block, b.append_basic_block("groups"), b.append_basic_block("quads")
     group_done, done = b.append_basic_block("group_done"), b.append_basic_block("sums")
@@ -123,28 +161,25 @@ def _emit_tile(
     sums = [[b.phi(V16F32) for _ in range(VECTORS)] for _ in range(rows)]
     w_group = b.add(w, b.mul(group, const(GROUP * PANEL)))
     x_offset = b.mul(group, const(GROUP))
-    at_correction = b.add(corrections, b.mul(group, const(2 * PANEL)))
+    at_wscale = b.add(wscale, b.mul(group, const(2 * PANEL)))
+    scale_offset = b.mul(group, const(4 * SCALE_WORDS))
+    at_scales = [llvm.row_address(b, scale_starts, ldxs, row, scale_offset) for row in range(rows)]
+    beginnings = [llvm.splat(b, llvm.load(b, at_scale, 4, I32), V16I32) for at_scale in at_scales]
     b.branch(inner)
 
     b.position_at_end(inner)
     step, ahead_at = b.phi(I64), b.phi(I64)
     dots = [[b.phi(V16I32) for _ in range(VECTORS)] for _ in range(rows)]
-    totals = [b.phi(V16I32) for _ in range(VECTORS)] if computed else []
-    new_dots, new_totals = [list(row) for row in dots], list(totals)
+    new_dots = [list(row) for row in dots]
     at = b.add(w_group, b.mul(step, const(4 * PANEL)))
     x_at = b.add(x_offset, b.mul(step, const(4)))
     row_at = [llvm.row_address(b, x_starts, ldx, row, x_at) for row in range(rows)]
-    ones = llvm.all_lanes(0x01010101)
     for unrolled in range(_UNROLL):
         vectors = [llvm.load(b, at, 64 * (VECTORS * unrolled + j), V16I32, 64) for j in range(VECTORS)]
-        if computed:
-            new_totals = [
-                llvm.dot_u8s8(b, total, ones, vector, native) for total, vector in zip(new_totals, vectors, strict=True)
-            ]
         for row in range(rows):
             quad = llvm.splat(b, llvm.load(b, row_at[row], 4 * unrolled, I32), V16I32)
             new_dots[row] = [
-                llvm.dot_u8s8(b, dot, quad, vector, native) for dot, vector in zip(new_dots[row], vectors, strict=True)
+                llvm.dot_u8s8(b, dot, vector, quad, native) for dot, vector in zip(new_dots[row], vectors, strict=True)
             ]
     if rows > ROWS // 2:
         for line in range(AHEAD_LINES):
@@ -153,38 +188,30 @@ def _emit_tile(
     llvm.incoming([step, ahead_at], [const(0), ahead_group], outer)
     llvm.incoming([step, ahead_at], [next_step, next_ahead], inner)
     for row in range(rows):
-        llvm.incoming(dots[row], [llvm.zeros(V16I32)] * VECTORS, outer)
+        llvm.incoming(dots[row], [beginnings[row]] * VECTORS, outer)
         llvm.incoming(dots[row], new_dots[row], inner)
-    if computed:
-        llvm.incoming(totals, [llvm.zeros(V16I32)] * VECTORS, outer)
-        llvm.incoming(totals, new_totals, inner)
-    b.cbranch(b.icmp_signed("<", next_step, const(_STEPS)), inner, group_done)
+    b.cbranch(b.icmp_signed("<", next_step, steps), inner, group_done)
 
     b.position_at_end(group_done)
     next_group = b.add(group, const(1))
     llvm.incoming([group, ahead_group], [const(0), ahead], before)
     llvm.incoming([group, ahead_group], [next_group, next_ahead], group_done)
-    if not computed:
-        new_totals = [b.sext(llvm.load(b, at_correction, 32 * j, V16I16, 32), V16I32) for j in range(VECTORS)]
-    weight_sums = [b.sitofp(total, V16F32) for total in new_totals]
+    scales = []
+    for j in range(VECTORS):
+        bits = b.zext(llvm.load(b, at_wscale, 32 * j, V16I16, 32), V16I32)
+        scales.append(b.bitcast(b.shl(bits, llvm.all_lanes(16)), V16F32))
     new_sums = []
     for row in range(rows):
-        at_scale = llvm.row_address(b, scale_starts, ldxs, row, b.mul(group, const(4)))
-        scale, minus_zero = emit_scale_and_zero(b, llvm.load(b, at_scale, 0, I32))
-        # Exact: all of it stays below 2**24.
-        exact = [
-            llvm.fma(b, minus_zero, weight_sum, b.sitofp(dot, V16F32))
-            for weight_sum, dot in zip(weight_sums, new_dots[row], strict=True)
-        ]
-        new_sums.append([llvm.fma(b, value, scale, sums[row][j]) for j, value in enumerate(exact)])
+        scale = llvm.splat(b, llvm.load(b, at_scales[row], 0, F32), V16F32)
+        parts = [b.fmul(b.sitofp(dot, V16F32), scales[j]) for j, dot in enumerate(new_dots[row])]
+        new_sums.append([llvm.fma(b, part, scale, sums[row][j]) for j, part in enumerate(parts)])
         llvm.incoming(sums[row], [llvm.zeros(V16F32)] * VECTORS, before)
         llvm.incoming(sums[row], new_sums[row], group_done)
     b.cbranch(b.icmp_signed("<", next_group, groups), outer, done)
 
     b.position_at_end(done)
-    scales = [llvm.load(b, wscale, 64 * j, V16F32) for j in range(VECTORS)]
     biases = [llvm.load(b, bias, 64 * j, V16F32) for j in range(VECTORS)]
-    tile = [[llvm.fma(b, new_sums[row][j], scales[j], biases[j]) for j in range(VECTORS)] for row in range(rows)]
+    tile = [[b.fadd(new_sums[row][j], biases[j]) for j in range(VECTORS)] for row in range(rows)]
     llvm.store_tile(b, tile, out, ldo, accumulate)
 
 
@@ -192,7 +219,6 @@ def _emit_tile(
 def int8_block(
     level: Level,
     w: int,
-    corrections: int,
     wscale: int,
     bias: int,
     x: int,
@@ -215,9 +241,9 @@ def int8_block(
     step = ahead_step(tiles)
     scratch = llvm.stack_floats_384()
     for panel in range(panel_first, panel_last):
-        w_panel, c_panel = w + panel * panel_bytes, corrections + panel * groups * (2 * PANEL)
+        w_panel, s_panel = w + panel * panel_bytes, wscale + panel * groups * (2 * PANEL)
         column = panel * PANEL
-        s_panel, b_panel = wscale + 4 * column, bias + 4 * column
+        b_panel = bias + 4 * column
         width = min(PANEL, n - column)
         row = 0
         for tile in range(tiles):
@@ -227,7 +253,6 @@ def int8_block(
                 target, stride, add = scratch, PANEL * 4, 0
             numbers = (
                 w_panel,
-                c_panel,
                 s_panel,
                 b_panel,
                 x + row * ldx,

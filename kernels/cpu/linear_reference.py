@@ -23,31 +23,39 @@ def linear_reference(
     return out if bias is None else out + bias
 
 
-def quantize_reference(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], Float64]:
-    """x ``[m, k]`` -> integers relative to the zero point, -255 .. 255, ``[m, k]``, and each group's scale."""
+def rotate_reference(x: NDArray[np.floating], factors: NDArray[np.float32]) -> Float64:
+    """x ``[m, k]`` with zeros up to whole groups, times ``factors`` ``[k_pad]``, each group's Hadamard transform: sums
+    and differences along the six axes of a cube: ``[m, k_pad]``."""
     m, k = x.shape
-    groups = -(-k // GROUP)
-    padded = np.zeros((m, groups * GROUP))
+    padded = np.zeros((m, len(factors)))
     padded[:, :k] = x
-    padded = padded.reshape(m, groups, GROUP)
-    low, high = np.minimum(padded.min(axis=2), 0.0), np.maximum(padded.max(axis=2), 0.0)
-    scale = (high - low) / 255
-    scale[high - low < 1e-30] = 0.0
+    cube = (padded * factors).reshape(-1, *[2] * 6)
+    for axis in range(1, 7):
+        zero, one = np.take(cube, 0, axis), np.take(cube, 1, axis)
+        cube = np.stack([zero + one, zero - one], axis)
+    rotated: Float64 = cube.reshape(m, -1)
+    return rotated
+
+
+def quantize_reference(x: NDArray[np.float32], factors: NDArray[np.float32]) -> tuple[NDArray[np.int64], Float64]:
+    """x ``[m, k]`` -> scaled, rotated and rounded ``[m, k_pad]``, and each group's scale."""
+    groups = rotate_reference(x, factors).reshape(len(x), -1, GROUP)
+    largest = np.abs(groups).max(axis=2)
+    scale = np.where(largest < 1e-30, 0.0, largest / 127)
     inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)
-    zero = np.rint(-low * inverse)[:, :, None]
-    q = np.clip(np.rint(padded * inverse[:, :, None]) + zero, 0, 255) - zero
-    return q.astype(np.int64).reshape(m, -1)[:, :k], scale
+    return np.rint(groups * inverse[:, :, None]).astype(np.int64).reshape(len(x), -1), scale
 
 
 def int8_reference(
     q: NDArray[np.int64],
     scales: NDArray[np.floating],
     weight: NDArray[np.int8],
-    weight_scale: NDArray[np.float32],
+    weight_scales: NDArray[np.floating],
     bias: NDArray[np.float32] | None = None,
 ) -> Float64:
-    """Quantised x ``[m, k]`` with scales ``[m, groups]``, weight ``[n, k]`` with scales ``[n]`` -> ``[m, n]``."""
-    k = q.shape[1]
-    values = q * np.repeat(scales.astype(np.float64), GROUP, axis=1)[:, :k]
-    out: Float64 = values @ weight.T.astype(np.float64) * weight_scale
+    """Quantised x ``[m, k_pad]`` with scales ``[m, groups]``, weight ``[n, k_pad]`` with scales ``[n, groups]`` ->
+    ``[m, n]``."""
+    values = q * np.repeat(scales.astype(np.float64), GROUP, axis=1)
+    weights = weight * np.repeat(weight_scales.astype(np.float64), GROUP, axis=1)
+    out: Float64 = values @ weights.T
     return out if bias is None else out + bias

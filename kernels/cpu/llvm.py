@@ -114,6 +114,22 @@ def largest_of_lanes(b: Any, x: Any) -> Any:
     return _call(b, "llvm.vector.reduce.smax.v16i32", I32, [x])
 
 
+def sum_of_lanes(b: Any, x: Any) -> Any:
+    """The sum of 16 int32."""
+    return _call(b, "llvm.vector.reduce.add.v16i32", I32, [x])
+
+
+def permute(b: Any, x: Any, order: list[int]) -> Any:
+    """Element ``order[i]`` of ``x`` in place i."""
+    undefined = ir.Constant(x.type, ir.Undefined)
+    return b.shuffle_vector(x, undefined, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+
+def opaque(b: Any, value: Any) -> Any:
+    """An int64 of which the compiler knows nothing."""
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], False)
+
+
 def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     """``sums + x[2i] * y[2i] + x[2i+1] * y[2i+1]``: x and y are 16 int32, each two bfloat16 (VDPBF16PS)."""
     if native:

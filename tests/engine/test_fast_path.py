@@ -14,7 +14,6 @@ import torch
 from checkpoints import SERVED, make_checkpoint
 from engine_core import EngineCore, LoadedExecutor, default_model, greedy
 from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
-from reference import plain_model
 from step_planner import GREEDY, Job, StepPlanner
 
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, TokenizerSettings
@@ -179,6 +178,18 @@ def test_long_sequences_are_shared_by_the_threads(directory: Path, name: str, kv
         assert np.array_equal(other, results[0])
 
 
+def test_the_largest_logit_is_found_on_the_way(qwen3: LoadedModel) -> None:
+    """For any number of rows, with two threads; the vocabulary is no whole number of panels."""
+    with bench_of(prepare(qwen3, "none"), num_threads=2) as bench:
+        ids = np.random.default_rng(0).integers(3, VOCABULARY, (1, 40)).astype(np.int32)
+        tables = np.arange(1, 5, dtype=np.int32)[None].copy()
+        for wanted in ([], [3], [39, 0, 5], list(range(40))):
+            rows = np.array(wanted, np.int32)
+            slot, count, done = np.zeros(1, np.int32), np.array([40], np.int32), np.zeros(1, np.int64)
+            logits = bench.decoder.forward(slot, count, done, ids, tables, rows)
+            np.testing.assert_array_equal(bench.decoder.best_tokens(), logits.argmax(axis=1))
+
+
 def test_windows_are_those_of_the_model(directory: Path) -> None:
     assert layer_windows(load_small(directory, "mistral-window").model) == [9, 9, 9]
     assert layer_windows(load_small(directory, "qwen2-sliding").model) == [0, 8, 8]
@@ -241,22 +252,6 @@ def two_texts() -> list[list[int]]:
     licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     ids = tokenizer.encode(licence, add_special_tokens=False).ids
     return [ids[:512], ids[40:296] * 2]
-
-
-@pytest.mark.slow
-def test_the_default_models_distribution_stays() -> None:
-    """512 tokens against float32, as in ``test_int8_linear``."""
-    source, texts = default_model(), two_texts()
-    plain: Any = plain_model(source).eval()
-    with torch.inference_mode():
-        expected = [plain(torch.tensor([text])).logits[0].double().log_softmax(-1).numpy() for text in texts]
-    loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
-    for quantization, most, agreement in (("none", 0.0005, 0.99), ("int8", 0.01, 0.975)):
-        with bench_of(prepare(loaded, quantization), 64) as bench:
-            found = [_log_probabilities(bench, text) for text in texts]
-        for exact, got in zip(expected, found, strict=True):
-            assert (np.exp(exact) * (exact - got)).sum(axis=1).mean() <= most
-        assert (expected[1].argmax(axis=1) == found[1].argmax(axis=1)).mean() >= agreement
 
 
 @pytest.mark.slow
@@ -326,7 +321,7 @@ def test_weights_that_did_not_pass_the_check_are_not_kept(
 
     def start() -> CpuModel:
         kept = KeptWeights("none", path, tmp_path / "weights")
-        return load_and_check(settings, "bfloat16", "bfloat16", 16, lambda: kept, lambda stage, fraction: None)
+        return load_and_check(settings, "bfloat16", "bfloat16", 16, 1, lambda: kept, lambda stage, fraction: None)
 
     with monkeypatch.context() as patch:
         patch.setitem(fast_startup.TOLERANCE, "none", 0.0)

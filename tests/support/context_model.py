@@ -98,5 +98,8 @@ class ContextForward:
         logits: NDArray[np.float32] = torch.cat(rows)[torch.from_numpy(wanted.astype(np.int64))].numpy()
         return logits
 
+    def best_tokens(self) -> None:
+        """Left to the sampler."""
+
     def close(self) -> None:
         """Nothing to end."""

@@ -14,12 +14,22 @@ from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block, pack_bf16, padded, to_bf16
 from ringserve.kernels.cpu.linear_int8 import int8_block, pack_int8, quantize_weight
 from ringserve.kernels.cpu.linear_reference import from_bf16, int8_reference, linear_reference
-from ringserve.kernels.cpu.quantize import GROUP, quantize_rows, scale_and_zero
+from ringserve.kernels.cpu.quantize import GROUP, SCALE_WORDS, input_factors, quantize_rows
 
 Matrix = NDArray[np.float32]
 
 FILLER = 7.5
 """What outputs hold before: nothing beyond the layer's columns may change it."""
+
+
+def quantize(x: Matrix, factors: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint32]]:
+    """x ``[m, k]`` as an int8 layer with ``factors`` reads it: values ``[m, k_pad]``, words ``[m, 2 * groups]``."""
+    x = np.ascontiguousarray(x)
+    m, k = x.shape
+    k_pad = linear_int8.padded_k(k)
+    q, words = np.full((m, k_pad), 77, np.int8), np.empty((m, k_pad // GROUP * SCALE_WORDS), np.uint32)
+    quantize_rows(x.ctypes.data, m, k, k_pad, factors.ctypes.data, q.ctypes.data, words.ctypes.data)
+    return q, words
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,13 @@ class Layer:
         return pack_bf16(to_bf16(self.weight()))
 
     @cached_property
-    def _int8(self) -> tuple[tuple[NDArray[np.int8], NDArray[np.int16]], Matrix]:
-        weight, scale = quantize_weight(self.weight())
-        return pack_int8(weight), scale
+    def _int8(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+        return pack_int8(*quantize_weight(self.weight(), self._factors))
+
+    @cached_property
+    def _factors(self) -> Matrix:
+        sizes = np.exp2(np.random.default_rng(self.k).uniform(-3, 3, self.k)).astype(np.float32)
+        return input_factors(self.weight(), sizes)
 
     def inputs(self, m: int) -> Matrix:
         x = np.random.default_rng([m, self.seed]).standard_normal((m, self.k)) * 2
@@ -78,23 +92,18 @@ class Layer:
         return out
 
     def _compute_int8(self, x: Matrix, bias: Matrix, target: tuple[int, int, int, int, int, int, int]) -> None:
-        m, k_pad = len(x), linear_int8.padded_k(self.k)
-        (packed, corrections), scale = self._int8
-        scales: Matrix = aligned_zeros((padded(self.n),), np.float32)
-        scales[: self.n] = scale
-        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
-        x = np.ascontiguousarray(x)
-        quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
+        k_pad = linear_int8.padded_k(self.k)
+        packed, scales = self._int8
+        q, xscale = quantize(x, self._factors)
         int8_block(
             self.level,
             packed.ctypes.data,
-            corrections.ctypes.data,
             scales.ctypes.data,
             bias.ctypes.data,
             q.ctypes.data,
             k_pad,
             xscale.ctypes.data,
-            k_pad // GROUP,
+            xscale.shape[1],
             k_pad,
             *target,
         )
@@ -102,11 +111,7 @@ class Layer:
     def reference(self, x: Matrix) -> NDArray[np.float64]:
         if not self.int8:
             return linear_reference(x, from_bf16(to_bf16(self.weight())), self.bias())
-        weight, scale = quantize_weight(self.weight())
-        m, k_pad = len(x), linear_int8.padded_k(self.k)
-        q, xscale = np.empty((m, k_pad), np.uint8), np.empty((m, k_pad // GROUP), np.uint32)
-        x = np.ascontiguousarray(x)
-        quantize_rows(x.ctypes.data, m, self.k, k_pad, q.ctypes.data, xscale.ctypes.data)
-        steps, zero = scale_and_zero(xscale)
-        values = q.astype(np.int64) - np.repeat(zero, GROUP, axis=1)
-        return int8_reference(values[:, : self.k], steps, weight, scale, self.bias())
+        weight, scales = quantize_weight(self.weight(), self._factors)
+        q, xscale = quantize(x, self._factors)
+        steps = xscale.view(np.float32)[:, ::SCALE_WORDS]
+        return int8_reference(q.astype(np.int64), steps, weight, from_bf16(scales), self.bias())

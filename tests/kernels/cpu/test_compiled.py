@@ -21,8 +21,8 @@ import numpy as np
 from ringserve.kernels.cpu.compiled import is_kept
 from ringserve.kernels.cpu.quantize import quantize_rows
 kept = is_kept(quantize_rows)
-x, q, scales = np.ones(64, np.float32), np.empty(64, np.uint8), np.empty(1, np.float32)
-quantize_rows(x.ctypes.data, 1, 64, 64, q.ctypes.data, scales.ctypes.data)
+x, q, scales = np.ones(64, np.float32), np.empty(64, np.int8), np.empty(2, np.float32)
+quantize_rows(x.ctypes.data, 1, 64, 64, x.ctypes.data, q.ctypes.data, scales.ctypes.data)
 stats = quantize_rows.stats
 print(kept, is_kept(quantize_rows), sum(stats.cache_misses.values()), sum(stats.cache_hits.values()))
 """

@@ -1,0 +1,137 @@
+"""What rounding does to the default model's distribution: the fast path against float32, on seven texts.
+
+    python -P -m ringserve.bench.accuracy --quantization int8 --output bench/results/accuracy-int8.json
+
+For each text's first 512 tokens: the perplexity in float32 (transformers' own eager pass), the mean Kullback-Leibler
+divergence of the path's distribution of the next token from it, in nats, and how often the best token is the same. The
+texts are a licence, technical prose, two speeches of 1863 and 1865, and what the model itself writes: answers to three
+questions, greedy, and a story at temperature 0.7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringserve.bench.machine import describe
+from ringserve.bench.report import check_writable, write_json
+from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.engine.fast_decoder import FastDecoder
+from ringserve.engine.fast_packing import Packer
+from ringserve.engine.fast_startup import prepare_fast
+from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.model_loader import load_model
+from ringserve.engine.self_check import eager_logits
+from ringserve.engine.tokenizer_loader import load_tokenizer
+from ringserve.model_source import resolve_model
+
+NUM_TOKENS = 512
+PAGE_SIZE = 64
+STEP_TOKENS = 256
+SAMPLES = Path(__file__).resolve().parent / "samples" / "accuracy"
+LICENCE = Path(__file__).resolve().parents[1] / "LICENSE"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A text's figures."""
+
+    text: str
+    perplexity: float
+    mean_kl: float
+    same_best: float
+    """A part of 1."""
+
+
+def texts(source: ModelSource) -> dict[str, list[int]]:
+    """Token ids of the seven texts, ``NUM_TOKENS`` each."""
+    tokenizer = load_tokenizer(TokenizerSettings(source, None, None)).backend
+
+    def encode(path: Path) -> list[int]:
+        ids: list[int] = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
+        return ids
+
+    licence = encode(LICENCE)
+    found = {
+        "a licence, its beginning": licence,
+        "a licence, tokens 1,000 to 1,511": licence[1000:],
+        "technical prose": encode(SAMPLES / "prose.txt"),
+        "two famous speeches": encode(SAMPLES / "speeches.txt"),
+        "the model's own chat answers, greedy": encode(SAMPLES / "answers.txt"),
+        "the model's own text, temperature 0.7": encode(SAMPLES / "story.txt"),
+        "256 tokens of a licence, twice": licence[40 : 40 + NUM_TOKENS // 2] * 2,
+    }
+    return {name: ids[:NUM_TOKENS] for name, ids in found.items()}
+
+
+def measure(source: ModelSource, quantization: str, chosen: Sequence[str] = ()) -> Iterator[Agreement]:
+    """Text after text, all or the ``chosen`` ones. Needs room for the model in float32 and packed."""
+    exact = load_model(source, "float32", lambda stage, fraction: None)
+    loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
+    packer = Packer(quantization)
+    model = prepare_fast(loaded, quantization, PAGE_SIZE, NUM_TOKENS, 1 << 62, lambda *_: None, packer=lambda: packer)
+    pool = KVPool(model.layers, 1 + NUM_TOKENS // PAGE_SIZE, PAGE_SIZE, "bfloat16")
+    decoder = model.decoder(pool, 1, STEP_TOKENS, NUM_TOKENS)
+    for name, ids in texts(source).items():
+        if chosen and name not in chosen:
+            continue
+        reference = eager_logits(exact.model, [torch.tensor(ids)])[0].double().log_softmax(-1)
+        yield agreement(name, ids, reference, log_probabilities(decoder, ids))
+
+
+def log_probabilities(decoder: FastDecoder, ids: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab_size], computed in chunks, through pages 1, 2, ..."""
+    table, pages = np.array([ids], np.int32), np.arange(1, 1 + NUM_TOKENS // PAGE_SIZE, dtype=np.int32)[None].copy()
+    slot, parts = np.zeros(1, np.int32), []
+    for start in range(0, len(ids), STEP_TOKENS):
+        count = min(STEP_TOKENS, len(ids) - start)
+        wanted = np.arange(count, dtype=np.int32)
+        done = np.array([start], np.int64)
+        logits = decoder.forward(slot, np.array([count], np.int32), done, table, pages, wanted)
+        parts.append(torch.from_numpy(logits.astype(np.float64)))
+    return torch.cat(parts).log_softmax(-1)
+
+
+def agreement(text: str, ids: Sequence[int], exact: torch.Tensor, found: torch.Tensor) -> Agreement:
+    """Of two arrays of log probabilities, [tokens, vocab_size]."""
+    following = exact[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+    return Agreement(
+        text,
+        float(following.neg().mean().exp()),
+        float((exact.exp() * (exact - found)).sum(1).mean()),
+        float((exact.argmax(1) == found.argmax(1)).double().mean()),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result as JSON")
+    options = parser.parse_args(arguments)
+    check_writable(options.output, "--output")
+    torch.set_num_threads(1)
+    results: list[dict[str, Any]] = []
+    for found in measure(resolve_model(options.model, None, None), options.quantization):
+        results.append(vars(found))
+        print(
+            f"{found.text:40} perplexity {found.perplexity:5.1f}   mean KL {found.mean_kl:.5f}   "
+            f"same best token {100 * found.same_best:.1f} %",
+            flush=True,
+        )
+    if options.output is not None:
+        content = {"machine": describe(), "quantization": options.quantization, "tokens": NUM_TOKENS, "texts": results}
+        write_json(options.output, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
