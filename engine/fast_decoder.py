@@ -97,7 +97,7 @@ class FastDecoder:
         self._sizes = np.zeros(k.SIZE_FIELDS, np.int64)
         self._capacity = 0
         self._buffers: dict[str, NDArray[Any]] = {}
-        self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self._logits: NDArray[np.float32] = np.zeros((0, padded(shape.vocab_size)), np.float32)
         self._best: NDArray[np.int64] = np.zeros(0, np.int64)
         self._head_tiles = -(-padded(shape.vocab_size) // (PANEL * HEAD_GROUP))
         self._stamps: NDArray[np.int64] | None = None

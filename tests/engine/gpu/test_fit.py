@@ -73,7 +73,7 @@ def test_what_does_not_fit(changes: dict[str, Any], line: str) -> None:
 def test_facts_of_this_machine() -> None:
     """They can be collected anywhere, and are consistent."""
     facts = collect_facts()
-    assert facts.torch
+    assert facts.torch or facts.driver_cuda is None  # torch is not looked at in vain
     if facts.driver_cuda is None:
         assert (facts.num_devices, facts.capability) == (0, None)
         assert misfit(facts) is not None
