@@ -2,8 +2,8 @@
 
 A call is described by an int64 array of ``CALL_FIELDS`` numbers (addresses, sizes in elements). bfloat16 inputs are
 read where they are; int8 ones are float32 and quantised first, rows in tiles. Then come the panels of the layer in
-tiles, as in ``decoder.py``. Threads share the tiles out as ``team.py`` says: one that the operating system has put aside holds up
-nobody, and a call by a team of one makes no system call.
+tiles, as in ``decoder.py``. Threads share the tiles out as ``team.py`` says: one that the operating system has put
+aside holds up nobody, and a call by a team of one makes no system call.
 """
 
 from __future__ import annotations

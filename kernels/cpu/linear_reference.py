@@ -55,7 +55,7 @@ def int8_reference(
 ) -> Float64:
     """Quantised x ``[m, k_pad]`` with scales ``[m, groups]``, weight ``[n, k_pad]`` with scales ``[n, groups]`` ->
     ``[m, n]``."""
-    values = q * np.repeat(scales.astype(np.float64), GROUP, axis=1)
-    weights = weight * np.repeat(weight_scales.astype(np.float64), GROUP, axis=1)
+    values = q.astype(np.float64) * np.repeat(scales.astype(np.float64), GROUP, axis=1)
+    weights = weight.astype(np.float64) * np.repeat(weight_scales.astype(np.float64), GROUP, axis=1)
     out: Float64 = values @ weights.T
     return out if bias is None else out + bias

@@ -304,6 +304,30 @@ def test_the_fast_path_can_be_asked_for_or_switched_off(
     assert "not on the fast path: it has head dimension 16" in caplog.text
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_threads_of_the_transformers_path(tmp_path: Path, quantization: Literal["none", "int8"]) -> None:
+    """One or two give the same tokens, and none is left at the end."""
+    path = make_checkpoint(tmp_path / "small", *FAMILY["llama"])
+    tokens = []
+    for threads in (1, 2):
+        neighbours = Neighbours()
+        asked = {"model_impl": "transformers", "threads": threads, "quantization": quantization}
+        actor = executor(path, neighbours, dtype="bfloat16", block_size=16, **asked)
+        actor.startup()
+        assert neighbours.sent[-1].model_impl == "transformers"
+        new = NewSequence(0, pack_i32(range(5, 25)), 20, 0, 0, GREEDY, 9)
+        actor.handle(one_step(1, [new], 20, [1, 2]), "scheduler")
+        actor.handle(one_step(2, [], 1, []), "scheduler")
+        actor.act()
+        actor.act()
+        outputs = [message for message in neighbours.sent if isinstance(message, ModelRunnerOutput)]
+        tokens.append([unpack_i32(output.token_ids).tolist() for output in outputs])
+        actor.shutdown()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute-")]
+    assert tokens[0] == tokens[1]
+    assert [len(row) for row in tokens[0]] == [1, 1]
+
+
 def test_unknown_messages_are_errors(llama: Path) -> None:
     with pytest.raises(TypeError, match="LoadProgress"):
         executor(llama, Neighbours()).handle(LoadProgress("x", 0.0), "scheduler")
