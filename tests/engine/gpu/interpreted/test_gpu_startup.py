@@ -18,6 +18,7 @@ from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.array_namespace import ArrayNamespace, NumpyNamespace
 from ringserve.engine.devices import GPU
 from ringserve.engine.gpu import startup
+from ringserve.engine.gpu.decoder_weights import rotary_tables
 from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.gpu.device_check import compute_logits
 from ringserve.engine.gpu.device_runner import DeviceRunner
@@ -158,10 +159,9 @@ def test_eight_bits_everywhere(directory: Path) -> None:
 
 def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compact forward turns by other angles than the model."""
-    tables = startup.rotary_tables
 
     def wrong(*arguments: Any) -> Any:
-        cos, sin = tables(*arguments)
+        cos, sin = rotary_tables(*arguments)
         return sin, cos
 
     monkeypatch.setattr(startup, "rotary_tables", wrong)
