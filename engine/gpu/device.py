@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -92,7 +93,10 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
         self._namespace: CupyNamespace | None = None
+        self._capture_stream: Any = None
         self._graph_pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
+        """Those that somebody still has."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -138,16 +142,20 @@ class CudaDevice:
         return CudaLane(self._device)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        stream: Any = torch.cuda.Stream(self._device)
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self._device)
+        # The same stream for both, always: cuBLAS allocates a workspace for each stream, which belongs in no graph.
+        stream: Any = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        if self._graph_pool is None:
+        if not self._graphs:  # a pool whose graphs are all gone must not be used again
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
             work()
+        self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
 

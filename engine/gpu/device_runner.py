@@ -350,6 +350,7 @@ class DeviceRunner:
         if widths is not self._state.widths:
             self._state = self._new_state(widths)
             self._submit(partial(self._step.use, self._state))
+            self._device.synchronize()  # before a graph that may be running is given up
             self._graphs.clear()
 
     # -------------------------------------------------------------------------------------------------------- results

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SERVED, make_checkpoint
-from engine_core import default_model
+from engine_core import EngineCore, LoadedExecutor, default_model, greedy
 from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
 from reference import plain_model
 from step_planner import Job, StepPlanner
 
-from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.config import ModelSource, SchedulerConfig, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import FastModel
@@ -25,6 +25,7 @@ from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
+from ringserve.messages import TokenizedRequest
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
@@ -120,6 +121,32 @@ def test_logits_are_independent_of_company_chunks_and_threads(
             got = np.stack(bench.sampler.seen[again.slot])
         assert again.tokens == job.tokens[done:]
         assert np.array_equal(got, expected[done:])
+
+
+def test_what_comes_back_from_the_host_has_the_same_bits(directory: Path) -> None:
+    """Pages as the fast path lays them out: what was preempted and swapped yields what it yields alone."""
+    source = ModelSource(str(make_checkpoint(directory / "swapped", *FAMILY["llama"])), "directory", "swapped")
+    executor = LoadedExecutor(source, "bfloat16", block_size=16, model_impl="fast", swap_space=1 << 20)
+    sampled = {"temperature": 0.9, "frequency_penalty": 0.3}
+
+    def requests() -> list[TokenizedRequest]:
+        ids = np.random.default_rng(5).integers(3, VOCABULARY, (6, 30))
+        return [greedy(i, ids[i].tolist(), 90, seed=i, **(sampled if i % 2 else {})) for i in range(6)]
+
+    try:
+        alone = EngineCore(executor, num_host_pages=0)
+        for request in requests():
+            alone.run([request])
+        limits = {"num_pages": 24, "swap_bytes_per_second": 1e15}
+        among = EngineCore(executor, SchedulerConfig(enable_prefix_caching=False), **limits)
+        among.run(requests())
+        assert among.stats is not None
+        assert among.stats.swapped_in_tokens > 60
+        assert among.stats.preempted_tokens == 0
+        for key, generated in among.results.items():
+            assert generated.token_ids == alone.results[key].token_ids
+    finally:
+        executor.actor.shutdown()
 
 
 def test_windows_are_those_of_the_model(directory: Path) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from late_lane import LateLane
@@ -100,10 +100,18 @@ class LoadedExecutor:
         return self.actor._runner._swap_pool
 
 
+class PreparedExecutor(Protocol):
+    """An executor actor that computes."""
+
+    actor: Executor
+    ready: ExecutorReady
+    to_scheduler: Box
+
+
 class EngineCore:
     """A fresh scheduler in front of a loaded executor; ``limits`` replace fields of ExecutorReady."""
 
-    def __init__(self, executor: LoadedExecutor, config: SchedulerConfig | None = None, **limits: Any) -> None:
+    def __init__(self, executor: PreparedExecutor, config: SchedulerConfig | None = None, **limits: Any) -> None:
         self._executor = executor
         self._steps = Box()
         self._tokens = Box()
