@@ -122,7 +122,7 @@ def test_all_attention(target: str, dim: int, kind: KVFormat, window: int | None
 def test_float32_fits_everywhere(dim: int) -> None:
     """On the smallest GPUs as well, whose configurations are those of sm_80."""
     for launch in (launch_decode, launch_prefill):
-        kernel, *_ = _compile(SM_80, partial(launch, Architecture.COMPACT, dim, torch.float32))  # type: ignore[arg-type]
+        kernel, *_ = _compile(SM_80, partial(launch, Architecture.COMPACT, dim, torch.float32))
         assert kernel.shared <= COMPACT_LIMIT, f"{kernel.name}: {kernel.shared} bytes of shared memory"
 
 
