@@ -229,7 +229,9 @@ class DeviceRunner:
         self._set_padding()
 
     def close(self) -> None:
-        """Nothing may be submitted afterwards; steps under way are forgotten."""
+        """Nothing may be submitted afterwards; steps under way are waited for and forgotten."""
+        if self._steps:
+            self._device.synchronize()  # a graph that is running must not be given up
         self._steps.clear()
         self._graphs.clear()
 
