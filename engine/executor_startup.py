@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
-
 from ringserve.config import ExecutorSettings
 from ringserve.engine.devices import CPU, GPU, choose_device
 from ringserve.engine.gpu.fit import collect_facts, misfit
@@ -17,14 +15,6 @@ from ringserve.engine.ready_engine import Engine
 Progress = Callable[[str, float], None]
 
 logger = logging.getLogger("ringserve.executor")
-
-
-def set_threads(threads: int) -> None:
-    """Size torch's pools; no gradients are ever wanted in this process."""
-    torch.set_num_threads(threads)
-    if torch.get_num_interop_threads() != 1:  # torch takes it once only
-        torch.set_num_interop_threads(1)
-    torch.set_grad_enabled(False)
 
 
 def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:
