@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ringserve.bench.busy import busy_processes
 from ringserve.bench.http_client import Endpoint
 from ringserve.bench.load_options import LoadOptions, Point, add_load_arguments, api_key, read_load_options
 from ringserve.bench.measure import Run, ServerUnusable, find_model, measure
@@ -26,6 +27,8 @@ from ringserve.bench.report import check_writable, document, notes, wide_console
 from ringserve.bench.serve import progress_bar
 from ringserve.bench.server_command import CommandServer, split_command
 from ringserve.options import OptionError
+
+MAX_BUSY = 256
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start and end the servers of --command in each round, instead of leaving all idle but one",
     )
+    add(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N more processes that compute all the time, beside the servers that are being measured",
+    )
     add("--start-timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)g")
     add_load_arguments(parser)
     add = parser.add_argument_group("results").add_argument
@@ -135,6 +145,8 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise OptionError("give two or more servers with different names: --server NAME=URL, --command NAME=COMMAND")
     if given.rounds < 1:
         raise OptionError(f"--rounds: {given.rounds} is below 1")
+    if not 0 <= given.busy <= MAX_BUSY:
+        raise OptionError(f"--busy: {given.busy} is not from 0 to {MAX_BUSY}")
     if not given.start_timeout > 0:
         raise OptionError(f"--start-timeout: {given.start_timeout} is not above 0")
     check_writable(given.json, "--json")
@@ -172,7 +184,7 @@ def _runs(given: argparse.Namespace, options: LoadOptions, targets: Sequence[Tar
 
     def one(target: Target, server: _Ready, number: int, index: int) -> ServerRun:
         seed = f"{options.seed} {number} {index}"
-        with progress_bar(Console(stderr=True)) as progress:
+        with progress_bar(Console(stderr=True)) as progress, busy_processes(given.busy):
             done = measure(
                 server.endpoint,
                 given.model or server.model,

@@ -27,10 +27,11 @@ from rich.table import Table
 
 from ringserve.bench.machine import describe
 from ringserve.bench.report import check_writable, write_json
+from ringserve.engine.decoder_weights import Linear
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_forward import FastForward
-from ringserve.engine.fast_startup import FastModel, prepare_fast
-from ringserve.engine.fast_weights import Linear
+from ringserve.engine.fast_model import FastModel
+from ringserve.engine.fast_startup import prepare_fast
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import load_model
 from ringserve.engine.model_runner import ModelRunner

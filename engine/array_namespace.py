@@ -13,13 +13,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from ringserve.kernels.cpu.aligned import LARGE_PAGE, aligned_zeros
-
-KVDType = Literal["float32", "float16", "bfloat16", "int8", "float8"]
-"""float8 is e4m3fn, kept as its bits (``kernels/gpu/kv_format.py``)."""
-
-ALIGNMENT = 4096
-"""Bytes. A memory page: more than any vector load, or Triton's 16-byte assumption, asks for."""
+from ringserve.engine.kv_layout import ALIGNMENT as ALIGNMENT
+from ringserve.engine.kv_layout import KVDType as KVDType
+from ringserve.engine.kv_layout import has_scales as has_scales
+from ringserve.engine.kv_layout import host_memory
 
 _STORAGE: dict[KVDType, tuple[np.dtype[Any], torch.dtype]] = {
     "float32": (np.dtype(np.float32), torch.float32),
@@ -38,11 +35,6 @@ def storage_dtype(dtype: KVDType) -> np.dtype[Any]:
 def torch_dtype(dtype: KVDType) -> torch.dtype:
     """What torch calls ``dtype``."""
     return _STORAGE[dtype][1]
-
-
-def has_scales(dtype: KVDType) -> bool:
-    """Whether each token and head has a float32 scale beside its elements."""
-    return dtype in ("int8", "float8")
 
 
 class ArrayNamespace(Protocol):
@@ -71,12 +63,7 @@ class NumpyNamespace:
         return torch.device("cpu")
 
     def allocate(self, num_elements: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        num_bytes = num_elements * dtype.itemsize
-        if num_bytes >= LARGE_PAGE:  # in large pages: attention walks through it page by page
-            return aligned_zeros((num_elements,), dtype)
-        raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-        offset = -raw.ctypes.data % ALIGNMENT
-        return raw[offset : offset + num_bytes].view(dtype)
+        return host_memory(num_elements * dtype.itemsize).view(dtype)
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
         return self.allocate(num_bytes, np.dtype(np.uint8))

@@ -1,42 +1,42 @@
-"""A CPU's start-up: which of the two paths computes the model, and everything up to its first step."""
+"""A CPU's start-up: a model that an earlier start has checked, or the whole way; then everything up to the first step.
+
+torch and transformers are imported only by the whole way (``cpu_loading``): they take longer than all the rest.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING
 
 from ringserve.config import ExecutorSettings
-from ringserve.engine.array_namespace import NumpyNamespace
+from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.devices import Device
+from ringserve.engine.dtypes import DType, resolve_dtype
+from ringserve.engine.fast_decoder import Pages
 from ringserve.engine.fast_forward import FastForward
-from ringserve.engine.fast_packing import Packer
-from ringserve.engine.fast_startup import COMPILING, QUANTISING, FastModel, prepare_fast
-from ringserve.engine.fast_weights import NotApplicableError
-from ringserve.engine.int8_linear import quantize_linears
-from ringserve.engine.kv_budget import check_page_size, free_memory, plan_kv
-from ringserve.engine.kv_pool import KVPool, LayerKV, bytes_per_page
-from ringserve.engine.model_error import ModelError, first_line
-from ringserve.engine.model_limits import choose_max_model_len
-from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype, user_cache
+from ringserve.engine.fast_kernels import compile_kernels, is_compiled
+from ringserve.engine.fast_model import FastModel
+from ringserve.engine.kept_model import load_record, restored_model, start_key
+from ringserve.engine.kept_weights import KeptWeights, weights_directory
+from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory, plan_kv
+from ringserve.engine.kv_layout import HostPages, bytes_per_page
+from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_runner import Forward, ModelRunner
-from ringserve.engine.packed_linear import pack_linears
-from ringserve.engine.page_swaps import choose_swap_space, make_swap_pool, measure_swaps
+from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
 from ringserve.engine.ready_engine import Engine, warm_up
 from ringserve.engine.sampler import Sampler
-from ringserve.engine.self_check import TracedModel, check_model
-from ringserve.engine.torch_forward import TorchForward
-from ringserve.engine.transfer_lane import ImmediateLane
-from ringserve.engine.weight_cache import WeightCache
-from ringserve.kernels.cpu.features import host_level, level_name
+from ringserve.engine.start_stages import COMPILING, READING, WARMING_UP
+from ringserve.kernels.cpu.features import level_name
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
-from ringserve.kernels.page_copy import gather_pages, scatter_pages
 
-CHECKING = "checking the model"
-WARMING_UP = "warming up"
+if TYPE_CHECKING:
+    from ringserve.engine.swap_pool import SwapPool
+
 Progress = Callable[[str, float], None]
 
 logger = logging.getLogger("ringserve.executor")
@@ -59,88 +59,59 @@ def build_cpu_engine(
     if config.quantization == "fp8":
         raise ModelError("--quantization fp8 is for GPUs; use int8 on this CPU, or leave it out")
     page_size = check_page_size(config.block_size or device.page_size)
-    dtype = cast(Literal["float32", "bfloat16"], resolve_dtype(settings.dtype))
-    with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
-        # Reading what an earlier start packed takes no interpreter: it goes on while transformers is imported.
-        packer = reader.submit(_packer, settings, dtype)
-        loaded = load_model(
-            settings.source,
-            dtype,
-            progress,
-            check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
-        )
-        max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-        fast = _fast_model(loaded, settings, page_size, max_model_len, progress, packer.result)
-    traced = None
-    if fast is None:
-        progress(CHECKING, 0.0)
-        traced = check_model(loaded.model, free_memory(), max_model_len)
-        progress(CHECKING, 1.0)
-    layers: Sequence[LayerKV] = fast.layers if fast is not None else _checked(traced).layers
-    vocab_size = fast.weights.shape.vocab_size if fast is not None else _checked(traced).vocab_size
-
+    dtype = resolve_dtype(settings.dtype)
+    model = _model(settings, dtype, page_size, threads, progress)
     budget = plan_kv(
-        bytes_per_page=bytes_per_page(layers, page_size, dtype),
+        bytes_per_page=bytes_per_page(model.layers, page_size, dtype),
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=model.max_model_len,
         max_model_len_asked=settings.max_model_len is not None,
         kv_cache_memory=config.kv_cache_memory,
         free_bytes=free_memory(),
     )
     if budget.note is not None:
         logger.warning("%s", budget.note)
-    try:
-        pool = KVPool(layers, budget.num_pages, page_size, dtype)
-    except MemoryError as error:
-        raise ModelError(
-            f"{budget.num_pages} KV pages do not fit into the memory; set a smaller --kv-cache-memory"
-        ) from error
+    max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
+    # No step has more tokens than all sequences together.
+    step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
     swap_space = choose_swap_space(config.swap_space, device.swap_space, free_memory())
-    swap_pool = make_swap_pool(pool, swap_space, NumpyNamespace(), ImmediateLane(), gather_pages, scatter_pages)
-    rows = CpuRowSampler(vocab_size)
+    swap_pool: SwapPool | None = None
+    forward: Forward
+    if isinstance(model.path, FastModel) and not swap_space:
+        with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
+            pages = HostPages(model.layers, budget.num_pages, page_size, dtype)
+        forward = _fast_forward(model.path, pages, budget, fast_threads, step_tokens, progress)
+    else:
+        from ringserve.engine.torch_pages import torch_pages  # the pages as tensors: for modelling code, and swaps
+        from ringserve.engine.torch_setup import set_threads
+
+        set_threads(threads)
+        with _too_large(f"{budget.num_pages} KV pages", "--kv-cache-memory"):
+            pool, swap_pool = torch_pages(model.layers, budget.num_pages, page_size, dtype, swap_space)
+        if isinstance(model.path, FastModel):
+            forward = _fast_forward(model.path, pool, budget, fast_threads, step_tokens, progress)
+        else:
+            forward = model.path.forward(pool)
+    rows = CpuRowSampler(model.vocab_size)
     if not rows.is_compiled():
         progress(COMPILING, 0.5)
     rows.warm_up()
-    sampler = Sampler(vocab_size, loaded.eos_token_ids, settings.max_num_seqs, rows)
-    max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
-    packed = 0
-    forward: Forward
-    if fast is not None:
-        # No step has more tokens than all sequences together.
-        step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
-        try:
-            forward = FastForward(fast.decoder(pool, fast_threads, step_tokens))
-        except MemoryError as error:
-            raise ModelError(
-                f"steps of {step_tokens} tokens do not fit into the memory; set a smaller --max-num-batched-tokens"
-            ) from error
-    else:
-        # After the check, which needs the plain weights.
-        if config.quantization == "int8":
-            progress(QUANTISING, 0.0)
-            quantize_linears(loaded.model, host_level(), lambda part: progress(QUANTISING, round(part, 1)))
-        else:
-            packed = pack_linears(loaded.model)
-        forward = TorchForward(loaded.model, _checked(traced).modules, pool)
+    sampler = Sampler(model.vocab_size, model.eos_token_ids, settings.max_num_seqs, rows)
     runner = ModelRunner(forward, page_size, sampler, swap_pool)
-
     progress(WARMING_UP, 0.0)
     try:
         warm_up(runner, page_size, min(budget.max_model_len, budget.num_pages * page_size))
-    except Exception as error:  # modelling code that reaches for a packed weight fails in its own way
-        if not packed:
-            raise
-        raise ModelError(
-            f"{loaded.architecture} does not run on bfloat16 weights in oneDNN's layout ({first_line(error)}); "
-            "use --dtype float32"
-        ) from error
+    except Exception as error:
+        if not isinstance(model.path, FastModel):
+            model.path.explain(error)
+        raise
     progress(WARMING_UP, 1.0)
     return Engine(
         runner=runner,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         max_model_len=budget.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
         num_pages=budget.num_pages,
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
@@ -148,57 +119,97 @@ def build_cpu_engine(
         dtype=dtype,
         kv_dtype=dtype,
         device=device.name,
-        architecture=loaded.architecture,
-        defaults=loaded.defaults,
-        num_threads=fast_threads if fast is not None else threads,
-        model_impl="fast" if fast is not None else "transformers",
+        architecture=model.architecture,
+        defaults=model.defaults,
+        num_threads=fast_threads if isinstance(model.path, FastModel) else threads,
+        model_impl="fast" if isinstance(model.path, FastModel) else "transformers",
         quantization=config.quantization,
-        instructions="" if fast is None else level_name(fast.level),
+        instructions=level_name(model.path.level) if isinstance(model.path, FastModel) else "",
         swap=measure_swaps(swap_pool),
     )
 
 
-def _packer(settings: ExecutorSettings, dtype: str) -> Packer:
+def _model(settings: ExecutorSettings, dtype: DType, page_size: int, threads: int, progress: Progress) -> CpuModel:
+    """What an earlier start has left, or else the whole way."""
+    with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
+        # Reading what an earlier start packed takes no interpreter: it goes on while something else is done.
+        kept = _kept_weights(settings, dtype)
+        reading = reader.submit(kept.read) if kept is not None else None
+
+        def read() -> KeptWeights | None:
+            if reading is not None:
+                reading.result()
+            return kept
+
+        recalled = _recalled(settings, dtype, kept, read, progress)
+        if recalled is not None:
+            return recalled
+        from ringserve.engine.cpu_loading import load_and_check
+        from ringserve.engine.torch_setup import set_threads
+
+        set_threads(threads)
+        return load_and_check(settings, dtype, page_size, read, progress)
+
+
+def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | None:
     path = Path(settings.source.path)
-    wanted = settings.config.model_impl != "transformers" and dtype == "bfloat16" and path.exists()
-    try:
-        cache = WeightCache(user_cache() / "weights") if wanted else None
-    except ModelError:  # no home directory: packed at every start
-        cache = None
-    return Packer(settings.config.quantization, path, cache)
+    if settings.config.model_impl == "transformers" or dtype != "bfloat16" or not path.exists():
+        return None
+    directory = weights_directory()
+    return None if directory is None else KeptWeights(settings.config.quantization, path, directory)
 
 
-def _fast_model(
-    loaded: LoadedModel,
+def _recalled(
     settings: ExecutorSettings,
-    page_size: int,
-    max_model_len: int,
+    dtype: DType,
+    kept: KeptWeights | None,
+    read: Callable[[], KeptWeights | None],
     progress: Progress,
-    packer: Callable[[], Packer],
-) -> FastModel | None:
-    """The fast path where it is wanted and applies; why not is said in the log, or is the error if it was asked for."""
-    asked = settings.config.model_impl
-    if asked == "transformers":
+) -> CpuModel | None:
+    """A model that an earlier start has packed and checked."""
+    if kept is None or kept.directory is None:
         return None
     try:
-        return prepare_fast(
-            loaded,
-            settings.config.quantization,
-            page_size,
-            max_model_len,
-            free_memory(),
-            progress,
-            packer=packer,
-        )
-    except NotApplicableError as error:
-        if asked == "fast":
-            raise ModelError(
-                f"the fast path does not serve {loaded.architecture}: {error}; leave --model-impl out"
-            ) from error
-        logger.info("%s is computed by transformers' code, not on the fast path: %s", loaded.architecture, error)
-    return None
+        record = load_record(kept.directory, start_key(settings, dtype, kept.identity))
+    except OSError:  # this project's own files cannot be read
+        return None
+    if record is None:
+        return None
+    progress(READING, 0.0)
+    read()
+    fast = restored_model(record, kept.entry)
+    if fast is None:
+        return None
+    progress(READING, 1.0)
+    logger.info("the weights were packed and checked by an earlier start; they were read from %s", kept.directory)
+    return CpuModel(
+        architecture=record.architecture,
+        eos_token_ids=record.eos_token_ids,
+        defaults=record.defaults,
+        max_model_len=record.max_model_len,
+        vocab_size=record.shape.vocab_size,
+        layers=fast.layers,
+        path=fast,
+    )
 
 
-def _checked(traced: TracedModel | None) -> TracedModel:
-    assert traced is not None, "one of the two paths was checked"
-    return traced
+def _fast_forward(
+    model: FastModel, pages: Pages, budget: KVBudget, num_threads: int, step_tokens: int, progress: Progress
+) -> FastForward:
+    if not is_compiled():
+        progress(COMPILING, 0.0)
+    with _too_large(f"steps of {step_tokens} tokens", "--max-num-batched-tokens"):
+        decoder = model.decoder(pages, num_threads, step_tokens, budget.max_model_len)
+        forward = FastForward(decoder)
+    if not is_compiled():
+        compile_kernels(decoder)
+    return forward
+
+
+@contextlib.contextmanager
+def _too_large(what: str, option: str) -> Iterator[None]:
+    """Raises ModelError where there is not the memory for ``what``."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ModelError(f"{what} do not fit into the memory; set a smaller {option}") from error

@@ -9,10 +9,11 @@ beside. Whether own code and model compute the same is not taken from here but c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from ringserve.engine.decoder_weights import DecoderShape
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -26,27 +27,6 @@ MODEL_PARTS = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 
 class NotApplicableError(Exception):
     """The fast path does not know this model; the text says what it met."""
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Sizes and numbers of a decoder."""
-
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    """Of the products of queries and keys."""
-
-    @property
-    def qkv_columns(self) -> int:
-        """Width of the fused projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 def family_shape(model: nn.Module) -> DecoderShape:

@@ -69,10 +69,9 @@ class Executor:
         cores = usable_processors()
         threads = self._settings.config.threads or max(1, cores - 1)
         os.environ.update(THREAD_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
-        from ringserve.engine.executor_startup import build_engine, set_threads
+        from ringserve.engine.executor_startup import build_engine
         from ringserve.engine.model_error import ModelError
 
-        set_threads(threads)
         try:
             # The fast path's team does not suffer from a core that others use as well.
             engine = build_engine(self._settings, threads, self._settings.config.threads or cores, self._progress)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
-
 from ringserve.config import ExecutorSettings
 from ringserve.engine.devices import CPU, GPU, choose_device
 from ringserve.engine.gpu.fit import collect_facts, misfit
@@ -19,14 +17,6 @@ Progress = Callable[[str, float], None]
 logger = logging.getLogger("ringserve.executor")
 
 
-def set_threads(threads: int) -> None:
-    """Size torch's pools; no gradients are ever wanted in this process."""
-    torch.set_num_threads(threads)
-    if torch.get_num_interop_threads() != 1:  # torch takes it once only
-        torch.set_num_interop_threads(1)
-    torch.set_grad_enabled(False)
-
-
 def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, progress: Progress) -> Engine:
     """``threads``: of torch; ``fast_threads``: of the fast path, where it applies. Raises ModelError with one line
     where the model cannot be served as asked."""
@@ -34,7 +24,9 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     if device == GPU:
         from ringserve.engine.gpu.device import CudaDevice
         from ringserve.engine.gpu.startup import build_gpu_engine  # Triton and the GPU's kernels
+        from ringserve.engine.torch_setup import set_threads
 
+        set_threads(threads)
         try:
             return build_gpu_engine(settings, device, CudaDevice(), threads, progress)
         except UnsupportedDeviceError as error:

@@ -7,13 +7,12 @@ Buffers grow when a step is larger than any before.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.engine.fast_weights import DecoderWeights, LayerWeights, Linear
-from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.decoder_weights import DecoderWeights, LayerWeights, Linear
 from ringserve.kernels.cpu import decoder as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level
@@ -39,26 +38,39 @@ def segment_length(group: int) -> int:
     return max(2, min(16, MAX_ROWS // group // 2 * 2))
 
 
+class Pages(Protocol):
+    """A KV pool, as compiled code sees it."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+
+    def addresses(self, index: int) -> tuple[int, ...]:
+        """Where a layer's keys and values begin."""
+
+
 class FastDecoder:
     """A decoder on the fast path. Not thread-safe: one caller, which is the team's leader."""
 
     def __init__(
         self,
         weights: DecoderWeights,
-        pool: KVPool,
+        pool: Pages,
         windows: list[int],
         num_threads: int,
         level: Level,
         max_tokens: int,
+        max_positions: int,
     ) -> None:
-        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step."""
+        """``pool``: of bfloat16, pages of 16 tokens and more; ``max_tokens``: of an ordinary step; ``max_positions``:
+        of the longest sequence, since compiled code looks them up without a check."""
         shape = weights.shape
         page_size = pool.page_size
         self._weights, self._windows = weights, windows
         self._pool = pool  # compiled code knows addresses only: whoever computes keeps the memory
-        layers = [pool.layer(index) for index in range(shape.layers)]
-        self._pages = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
+        self._pages = [pool.addresses(index) for index in range(shape.layers)]
         self._shape, self._page_size = shape, page_size
+        self._cos, self._sin = weights.rotary.tables(max_positions)
         self._int8 = weights.layers[0].down.int8
         self._group = shape.heads // shape.kv_heads
         self._step = np.zeros(k.STEP_FIELDS, np.int64)
@@ -81,8 +93,8 @@ class FastDecoder:
             (k.KV_HEADS, shape.kv_heads),
             (k.HEAD_DIM, shape.head_dim),
             (k.PAGE_SIZE, page_size),
-            (k.COS, weights.cos.ctypes.data),
-            (k.SIN, weights.sin.ctypes.data),
+            (k.COS, self._cos.ctypes.data),
+            (k.SIN, self._sin.ctypes.data),
             (k.SCRATCH, self._scratch.ctypes.data),
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),

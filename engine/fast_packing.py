@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.engine.fast_weights import Linear, Source
-from ringserve.engine.weight_cache import WeightCache, source_identity
+from ringserve.engine.decoder_weights import Linear, Source
+from ringserve.engine.kept_weights import KeptWeights
 from ringserve.kernels.cpu import linear_bf16, linear_int8
 from ringserve.kernels.cpu.aligned import Arena, Zeros, aligned_zeros
-
-LAYOUT = 2
-"""To be raised whenever the packed form or the way weights are rounded changes."""
 
 
 def pack_bfloat16(weight: NDArray[np.uint16], bias: NDArray[np.float32] | None, zeros: Zeros) -> Linear:
@@ -44,46 +39,40 @@ def _padded_bias(n: int, bias: NDArray[np.float32] | None) -> NDArray[np.float32
 
 
 class Packer:
-    """Packs layer after layer; what was packed before for the same files and form comes from ``cache``."""
+    """Packs layer after layer, or gives what an earlier start has packed."""
 
-    def __init__(self, quantization: str, source: Path | None, cache: WeightCache | None) -> None:
+    def __init__(self, quantization: str, kept: KeptWeights | None = None) -> None:
         self._pack = pack_int8 if quantization == "int8" else pack_bfloat16
         self._arena = Arena()  # layers smaller than a large page share them
-        self._cache: WeightCache | None = None
-        self._key = ""
-        if cache is not None and source is not None:
-            with contextlib.suppress(OSError):  # a link to nothing, a file that may not be looked at: nothing is kept
-                self._key = json.dumps([source_identity(source), quantization, LAYOUT])
-                self._cache = cache
-        self._kept: dict[str, NDArray[Any]] | None = self._cache.load(self._key) if self._cache is not None else None
+        self._kept = kept
         self._made: dict[str, NDArray[Any]] = {}
 
     @property
     def found(self) -> bool:
         """Whether an earlier start left its work."""
-        return self._kept is not None
+        return self._kept is not None and self._kept.entry is not None
 
     def __call__(self, source: Source) -> Linear:
-        """See ``fast_weights.Pack``."""
-        if self._kept is not None:
-            return self._restored(source.name, source.n, source.k)
+        """See ``decoder_weights.Pack``."""
+        if self._kept is not None and self._kept.entry is not None:
+            return restored(self._kept.entry.arrays, source.name, source.n, source.k)
         linear = self._pack(source.weight(), source.bias(), self._arena.zeros)
         self._made |= {f"{source.name}.{part}": array for part, array in _arrays(linear).items()}
         return linear
 
-    def keep(self) -> None:
-        """Store what was packed for the next start."""
-        if self._cache is not None and self._kept is None:
-            self._cache.store(self._key, self._made)
-        self._made = {}
+    def keep(self, others: dict[str, NDArray[Any]]) -> int | None:
+        """Store what was packed, and the ``others`` that belong to it, for the next start; the checksum of what is kept
+        now, None: nothing."""
+        made, self._made = self._made, {}
+        return None if self._kept is None else self._kept.store(made | others)
 
-    def _restored(self, name: str, n: int, k: int) -> Linear:
-        assert self._kept is not None
-        kept = self._kept
-        int8 = f"{name}.scales" in kept
-        k_pad = linear_int8.padded_k(k) if int8 else linear_bf16.padded_k(k)
-        scales, corrections = kept.get(f"{name}.scales"), kept.get(f"{name}.corrections")
-        return Linear(n, k, k_pad, int8, kept[f"{name}.weight"], kept[f"{name}.bias"], scales, corrections)
+
+def restored(arrays: Mapping[str, NDArray[Any]], name: str, n: int, k: int) -> Linear:
+    """A layer from what ``Packer`` has kept. Raises KeyError where it is not there."""
+    int8 = f"{name}.scales" in arrays
+    k_pad = linear_int8.padded_k(k) if int8 else linear_bf16.padded_k(k)
+    scales, corrections = arrays.get(f"{name}.scales"), arrays.get(f"{name}.corrections")
+    return Linear(n, k, k_pad, int8, arrays[f"{name}.weight"], arrays[f"{name}.bias"], scales, corrections)
 
 
 def _arrays(linear: Linear) -> dict[str, NDArray[Any]]:

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ringserve.engine.fast_decoder import FastDecoder
+from ringserve.engine.fast_kernels import compile_kernels, is_compiled
+from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_packing import Packer
-from ringserve.engine.fast_weights import (
-    DecoderWeights,
-    NotApplicableError,
-    decoder_shape,
-    decoder_weights,
-    layer_windows,
-)
-from ringserve.engine.kv_pool import KVPool, LayerKV
+from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, decoder_weights, layer_windows
+from ringserve.engine.kv_layout import HostPages
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.self_check import check_other_path
-from ringserve.kernels.cpu import decoder as kernels
-from ringserve.kernels.cpu.compiled import is_kept
+from ringserve.engine.start_stages import CHECKING, COMPILING, PACKING, QUANTISING, READING
 from ringserve.kernels.cpu.features import Level, host_level
 from ringserve.kernels.cpu.team import FUTEX
 
 Progress = Callable[[str, float], None]
-
-PACKING = "packing weights"
-QUANTISING = "quantising weights to int8"
-READING = "reading packed weights"
-COMPILING = "compiling the CPU kernels (once)"
-CHECKING = "checking the model"
 
 CHECK_LENGTHS = (41, 22)
 """Tokens of the check's sequences, over several pages and segments."""
@@ -43,25 +31,6 @@ CHECK_PAGE_SIZE = 16
 TOLERANCE = {"none": 0.03, "int8": 0.1}
 """Root mean square of the differences of logits, as a part of the logits' spread; a wrong mask or rotation gives one
 beyond 0.25."""
-
-
-@dataclass(frozen=True)
-class FastModel:
-    """A model that the fast path serves."""
-
-    weights: DecoderWeights
-    windows: list[int]
-    level: Level
-
-    @property
-    def layers(self) -> list[LayerKV]:
-        """What each layer keeps for a token."""
-        shape = self.weights.shape
-        return [LayerKV(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
-
-    def decoder(self, pool: KVPool, num_threads: int, max_tokens: int) -> FastDecoder:
-        """Ready to compute, on ``pool``."""
-        return FastDecoder(self.weights, pool, self.windows, num_threads, self.level, max_tokens)
 
 
 def prepare_fast(
@@ -75,7 +44,7 @@ def prepare_fast(
     packer: Callable[[], Packer] | None = None,
 ) -> FastModel:
     """Pack ``loaded``'s weights and check the result against the model itself. ``packer`` may know weights that were
-    packed at an earlier start.
+    packed at an earlier start; to keep what passes is the caller's business.
 
     Raises NotApplicableError where the fast path does not know the model, ModelError where the model cannot be checked.
     """
@@ -87,17 +56,16 @@ def prepare_fast(
         raise NotApplicableError("its threads wait by a system call that is not known for this machine")
     level = host_level() if level is None else level
     shape = decoder_shape(loaded.model)
-    pack = packer() if packer is not None else Packer(quantization, None, None)
+    pack = packer() if packer is not None else Packer(quantization)
     stage = READING if pack.found else QUANTISING if quantization == "int8" else PACKING
     progress(stage, 0.0)
-    positions = max(max_model_len, *CHECK_LENGTHS)  # compiled code looks them up without a check
-    weights = decoder_weights(loaded.model, shape, pack, positions, lambda part: progress(stage, round(part, 1)))
+    weights = decoder_weights(loaded.model, shape, pack, lambda part: progress(stage, round(part, 1)))
     progress(stage, 1.0)
-    model = FastModel(weights, layer_windows(loaded.model), level)
+    model = FastModel(weights, layer_windows(loaded.model), level, max_model_len)
     if not is_compiled():
         progress(COMPILING, 0.0)
-    pool = KVPool(model.layers, 16, CHECK_PAGE_SIZE, "bfloat16")
-    decoder = model.decoder(pool, 1, 64)
+    pool = HostPages(model.layers, 16, CHECK_PAGE_SIZE, "bfloat16")
+    decoder = model.decoder(pool, 1, 64, max(CHECK_LENGTHS))
     compile_kernels(decoder)
     progress(CHECKING, 0.0)
     try:
@@ -111,21 +79,8 @@ def prepare_fast(
         )
     except ModelError as error:
         raise NotApplicableError(str(error)) from error
-    pack.keep()  # not what did not pass
     progress(CHECKING, 1.0)
     return model
-
-
-def is_compiled() -> bool:
-    """Whether the kernels lie in a cache: whether their first call takes no time."""
-    return is_kept(kernels.run_step)
-
-
-def compile_kernels(decoder: FastDecoder) -> None:
-    """Run one token through everything."""
-    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
-    ids, tables = np.zeros((1, 16), np.int32), np.zeros((1, 4), np.int32)
-    decoder.forward(zero, one, np.zeros(1, np.int64), ids, tables, zero)
 
 
 def _compute(decoder: FastDecoder, windows: list[int], sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:

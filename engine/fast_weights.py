@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ringserve.engine.decoder_family import DecoderShape, family_shape, require
 from ringserve.engine.decoder_family import NotApplicableError as NotApplicableError
+from ringserve.engine.decoder_family import family_shape, require
 from ringserve.engine.decoder_family import layer_windows as layer_windows
+from ringserve.engine.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Pack, Rotary, Source
 from ringserve.kernels.cpu.linear_bf16 import PANEL
 from ringserve.kernels.cpu.linear_bf16 import padded as padded_columns
 from ringserve.kernels.cpu.paged_attention import MAX_ROWS
@@ -31,75 +31,13 @@ def decoder_shape(model: nn.Module) -> DecoderShape:
     return shape
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer, packed."""
-
-    n: int
-    k: int
-    k_pad: int
-    int8: bool
-    weight: NDArray[Any]
-    bias: NDArray[np.float32]
-    """[n, padded to whole panels]."""
-    scales: NDArray[np.float32] | None = None
-    corrections: NDArray[np.int16] | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a linear layer's numbers come from; read only if they are wanted."""
-
-    name: str
-    n: int
-    k: int
-    weight: Callable[[], NDArray[np.uint16]]
-    """bfloat16 [n, k]."""
-    bias: Callable[[], NDArray[np.float32] | None]
-    """[n]."""
-
-
-Pack = Callable[[Source], Linear]
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer."""
-
-    input_norm: NDArray[np.float32]
-    qkv: Linear
-    q_norm: NDArray[np.float32] | None
-    k_norm: NDArray[np.float32] | None
-    output: Linear
-    mlp_norm: NDArray[np.float32]
-    gate_up: Linear
-    """Panels of gate and up columns take turns."""
-    down: Linear
-
-
-@dataclass(frozen=True)
-class DecoderWeights:
-    """A whole decoder."""
-
-    shape: DecoderShape
-    embedding: NDArray[np.uint16]
-    """bfloat16 [vocab_size, hidden]."""
-    layers: tuple[LayerWeights, ...]
-    norm: NDArray[np.float32]
-    head: Linear
-    cos: NDArray[np.float32]
-    """[positions, head_dim / 2]."""
-    sin: NDArray[np.float32]
-
-
 def decoder_weights(
     model: nn.Module,
     shape: DecoderShape,
     pack: Pack,
-    positions: int,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> DecoderWeights:
-    """Read and pack ``model``'s weights (bfloat16); rotary tables for ``positions`` positions."""
+    """Read and pack ``model``'s weights (bfloat16)."""
     causal: Any = model
     inner = causal.model
     layers = []
@@ -122,15 +60,13 @@ def decoder_weights(
         )
         progress((index + 1) / (shape.layers + 1))
     rotary = inner.rotary_emb
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None]
     return DecoderWeights(
         shape=shape,
         embedding=_bits(inner.embed_tokens.weight),
         layers=tuple(layers),
         norm=_floats(inner.norm.weight),
         head=pack(_stacked("head", (causal.lm_head,))),
-        cos=(angles.cos() * rotary.attention_scaling).numpy(),
-        sin=(angles.sin() * rotary.attention_scaling).numpy(),
+        rotary=Rotary(_floats(rotary.inv_freq), float(rotary.attention_scaling)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ringserve.engine.array_namespace import KVDType
+from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_error import ModelError
 
 AskedKVDType = Literal["auto", "int8", "fp8"]

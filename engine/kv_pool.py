@@ -1,15 +1,7 @@
 """The KV pool's memory: one slab, cut into pages.
 
-Layer ``i`` has two arrays, keys ``[num_pages + 1, kv_heads, page_size, key_dim]`` and values
-``[num_pages + 1, kv_heads, page_size, value_dim]``, one after the other in the slab::
-
-    | keys of layer 0 | values of layer 0 | keys of layer 1 | values of layer 1 | ...
-
-so that one (page, head) is a contiguous run of ``page_size * dim`` elements. In an 8-bit type, each layer has two more
-arrays after these, the scales of its keys and of its values: float32 ``[num_pages + 1, kv_heads, page_size]``.
-
-Page 0 is reserved (padding of captured graphs points at it) and never given out; usable ids are ``1 .. num_pages``.
-Which page belongs to whom is the scheduler's business: this module knows no sequence.
+``kv_layout`` says where what lies. Which page belongs to whom is the scheduler's business: this module knows no
+sequence.
 
 The memory is not initialised: whatever reads a page must look only at positions that were written.
 """
@@ -18,36 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from ringserve.engine.array_namespace import (
-    ALIGNMENT,
-    ArrayNamespace,
-    KVDType,
-    NumpyNamespace,
-    has_scales,
-    storage_dtype,
-    torch_dtype,
-)
+from ringserve.engine.array_namespace import ArrayNamespace, NumpyNamespace, torch_dtype
+from ringserve.engine.kv_layout import KVDType, SlabLayout
+from ringserve.engine.kv_layout import LayerKV as LayerKV
+from ringserve.engine.kv_layout import bytes_per_page as bytes_per_page
 from ringserve.kernels.page_copy import PageLayout
-
-
-@dataclass(frozen=True)
-class LayerKV:
-    """What one layer keeps for each token."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def elements_per_token(self) -> int:
-        """Keys and values together."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -71,12 +43,6 @@ class KVPoolStatistics:
         return self.num_pages * self.page_size
 
 
-def bytes_per_page(layers: Sequence[LayerKV], page_size: int, dtype: KVDType) -> int:
-    """Bytes that a page of ``page_size`` tokens takes over all layers."""
-    scales = sum(2 * layer.kv_heads for layer in layers) * 4 if has_scales(dtype) else 0
-    return (sum(layer.elements_per_token for layer in layers) * storage_dtype(dtype).itemsize + scales) * page_size
-
-
 class KVPool:
     """Keys and values of all layers.
 
@@ -91,48 +57,35 @@ class KVPool:
         dtype: KVDType,
         namespace: ArrayNamespace | None = None,
     ) -> None:
-        if num_pages < 1:
-            raise ValueError(f"a KV pool needs at least one page, not {num_pages}")
-        if page_size < 1 or page_size & (page_size - 1):
-            raise ValueError(f"the page size must be a power of two, not {page_size}")
         namespace = namespace if namespace is not None else NumpyNamespace()
-        arrays: list[tuple[torch.dtype, tuple[int, ...]]] = []
-        for layer in layers:
-            shape = (num_pages + 1, layer.kv_heads, page_size)
-            arrays += [(torch_dtype(dtype), (*shape, dim)) for dim in (layer.key_dim, layer.value_dim)]
-            if has_scales(dtype):
-                arrays += [(torch.float32, shape)] * 2
-        sizes = [prod(shape) * element.itemsize for element, shape in arrays]
-        offsets = [0]
-        for size in sizes:
-            # Each array starts aligned, whatever the sizes before it.
-            offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        layout = SlabLayout.create(layers, num_pages, page_size, dtype)
         # Kept: it owns the memory. int64 has no other meaning here than eight bytes, which both libraries know.
-        self.array: Any = namespace.allocate(offsets[-1] // 8, np.dtype(np.int64))
+        self.array: Any = namespace.allocate(layout.slab_bytes // 8, np.dtype(np.int64))
         slab = namespace.to_torch(self.array, torch.int64)
         in_bytes = slab.view(torch.uint8)
+        elements = [torch.float32 if array.is_scales else torch_dtype(dtype) for array in layout.arrays]
         views = [
-            in_bytes[offset : offset + size].view(element).view(shape)
-            for offset, size, (element, shape) in zip(offsets, sizes, arrays, strict=False)
+            in_bytes[array.offset : array.offset + array.size].view(element).view(array.shape)
+            for array, element in zip(layout.arrays, elements, strict=True)
         ]
         for pages_of_layer in views:
             pages_of_layer[0].zero_()
-        per_layer = 4 if has_scales(dtype) else 2
+        per_layer = layout.per_layer
         by_layer = [views[i : i + per_layer] for i in range(0, len(views), per_layer)]
         self._layers = [(parts[0], parts[1]) for parts in by_layer]
         self._scales = [(parts[2], parts[3]) if per_layer == 4 else None for parts in by_layer]
-        page_sizes = [size // (num_pages + 1) for size in sizes]
+        page_sizes = [array.size // (num_pages + 1) for array in layout.arrays]
         word = 8 if all(size % 8 == 0 for size in page_sizes) else 1
         self._slab = slab if word == 8 else in_bytes
         self._layout = PageLayout.create(
-            [offset // word for offset in offsets[:-1]], [size // word for size in page_sizes], namespace.device
+            [array.offset // word for array in layout.arrays], [size // word for size in page_sizes], namespace.device
         )
         self._statistics = KVPoolStatistics(
             num_layers=len(layers),
             num_pages=num_pages,
             page_size=page_size,
             bytes_per_page=bytes_per_page(layers, page_size, dtype),
-            slab_bytes=offsets[-1],
+            slab_bytes=layout.slab_bytes,
             dtype=dtype,
         )
 
@@ -148,6 +101,10 @@ class KVPool:
     def scales(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of a layer's keys and values; None where its elements are stored as they are."""
         return self._scales[index]
+
+    def addresses(self, index: int) -> tuple[int, ...]:
+        """Where a layer's keys and values (and their scales) begin, for compiled code of the same device."""
+        return tuple(tensor.data_ptr() for tensor in (*self._layers[index], *(self._scales[index] or ())))
 
     @property
     def slab(self) -> torch.Tensor:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,9 +23,11 @@ from torch import nn
 
 from ringserve.config import ModelSource
 from ringserve.engine.attention import ATTENTION_NAME, register_attention
+from ringserve.engine.dtypes import resolve_dtype as resolve_dtype
 from ringserve.engine.gguf_weights import GgufFile, is_plain_llama, llama_config, load_llama, open_gguf
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import eos_ids, sampling_defaults, text_config
+from ringserve.engine.user_cache import user_cache as user_cache
 from ringserve.messages import SamplingDefaults
 
 Progress = Callable[[str, float], None]
@@ -34,7 +35,6 @@ Progress = Callable[[str, float], None]
 
 LOADING = "loading weights"
 CONVERTING = "converting the GGUF file (once)"
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,21 +49,6 @@ class LoadedModel:
     dtype: str
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults
-
-
-def resolve_dtype(dtype: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """``auto``: bfloat16 where the processor computes in it, else float32."""
-    if dtype in DTYPES:
-        return dtype
-    if dtype != "auto":
-        raise ModelError(f"dtype {dtype} is not supported; choose auto, float32 or bfloat16 with --dtype")
-    flags: set[str] = set()
-    with cpuinfo.open() as lines:
-        for line in lines:
-            if line.startswith("flags"):
-                flags.update(line.partition(":")[2].split())
-                break
-    return "bfloat16" if flags & BFLOAT16_FLAGS else "float32"
 
 
 def load_model(
@@ -245,15 +230,6 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
         shutil.rmtree(scratch, ignore_errors=True)
     progress(CONVERTING, 1.0)
     return target
-
-
-def user_cache() -> Path:
-    """The XDG base directory specification's cache directory, for us. Raises ModelError for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "ringserve"
-    except RuntimeError as error:  # a user id that the system does not know, as containers have them
-        raise ModelError("there is no home directory to keep files in; set HOME or XDG_CACHE_HOME") from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.slot_table import SlotTable
-from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
     LogprobColumns,
     ModelRunnerOutput,
@@ -32,6 +31,9 @@ from ringserve.messages import (
     SlotPromptLogprobs,
     pack_i32,
 )
+
+if TYPE_CHECKING:
+    from ringserve.engine.swap_pool import SwapPool
 
 _NO_LOGITS: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 

@@ -1,19 +1,19 @@
 """The executor's half of swapping: the pages that a step's message moves between the KV pool and the host.
 
 The same on every device. What differs (the array namespace, the lane of transfers, the two kernels) is given when the
-swap pool is made.
+swap pool is made (``swap_pool.make_swap_pool``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ringserve.engine.array_namespace import ArrayNamespace
-from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_error import ModelError
-from ringserve.engine.swap_pool import Gather, SwapPool
-from ringserve.engine.transfer_lane import TransferLane
 from ringserve.messages import SchedulerOutput, unpack_i32
+
+if TYPE_CHECKING:
+    from ringserve.engine.swap_pool import SwapPool
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,8 @@ def choose_swap_space(asked: int | None, default: int, free_bytes: int) -> int:
     if asked is None:
         return min(default, free_bytes // 4)
     if asked > free_bytes:
-        raise ModelError(_too_large(asked, free_bytes))
+        raise ModelError(swap_space_too_large(asked, free_bytes))
     return asked
-
-
-def make_swap_pool(
-    pool: KVPool,
-    swap_space: int,
-    namespace: ArrayNamespace,
-    lane: TransferLane,
-    gather_pages: Gather,
-    scatter_pages: Gather,
-) -> SwapPool | None:
-    """As many host pages as fit into ``swap_space`` bytes; None for 0 bytes.
-
-    Raises ModelError with one line where that is no page, or more than the host has.
-    """
-    if swap_space == 0:
-        return None
-    page = pool.statistics().bytes_per_page
-    if swap_space < page:
-        raise ModelError(
-            f"--swap-space {swap_space} holds no KV page ({page} bytes); set at least that, or 0 to do without"
-        )
-    try:
-        return SwapPool(pool, swap_space // page, namespace, lane, gather_pages, scatter_pages)
-    except MemoryError as error:
-        raise ModelError(_too_large(swap_space, None)) from error
 
 
 def measure_swaps(swap_pool: SwapPool | None) -> SwapInfo:
@@ -89,6 +64,7 @@ def apply_swaps(swap_pool: SwapPool | None, output: SchedulerOutput) -> None:
         swap_pool.swap_in(unpack_i32(swaps.in_host_pages).tolist(), unpack_i32(swaps.in_pages).tolist())
 
 
-def _too_large(swap_space: int, free_bytes: int | None) -> str:
+def swap_space_too_large(swap_space: int, free_bytes: int | None) -> str:
+    """The line for the user."""
     free = "" if free_bytes is None else f" ({free_bytes} bytes are free)"
     return f"--swap-space {swap_space} does not fit into the host's memory{free}; set a smaller one"

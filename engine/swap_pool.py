@@ -30,6 +30,8 @@ import torch
 
 from ringserve.engine.array_namespace import ArrayNamespace
 from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.model_error import ModelError
+from ringserve.engine.page_swaps import swap_space_too_large
 from ringserve.engine.transfer_lane import TransferLane
 from ringserve.kernels.page_copy import PageLayout
 
@@ -161,6 +163,31 @@ class SwapPool:
     def _to_device(self, host_pages: Sequence[int], rows: torch.Tensor) -> None:
         for source, target in _runs(host_pages):
             rows[target].copy_(self._host[source], non_blocking=True)
+
+
+def make_swap_pool(
+    pool: KVPool,
+    swap_space: int,
+    namespace: ArrayNamespace,
+    lane: TransferLane,
+    gather_pages: Gather,
+    scatter_pages: Gather,
+) -> SwapPool | None:
+    """As many host pages as fit into ``swap_space`` bytes; None for 0 bytes.
+
+    Raises ModelError with one line where that is no page, or more than the host has.
+    """
+    if swap_space == 0:
+        return None
+    page = pool.statistics().bytes_per_page
+    if swap_space < page:
+        raise ModelError(
+            f"--swap-space {swap_space} holds no KV page ({page} bytes); set at least that, or 0 to do without"
+        )
+    try:
+        return SwapPool(pool, swap_space // page, namespace, lane, gather_pages, scatter_pages)
+    except MemoryError as error:
+        raise ModelError(swap_space_too_large(swap_space, None)) from error
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[slice, slice]]:

@@ -26,6 +26,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,53 +51,62 @@ _PARTIAL_AGE = 24 * 3600.0
 """Seconds after which an unfinished file belongs to nobody."""
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What was stored under a key."""
+
+    arrays: dict[str, NDArray[Any]]
+    checksum: int
+    """CRC-32 of the payload."""
+
+
 class WeightCache:
     """Entries in ``directory``, which is made when something is stored."""
 
     def __init__(self, directory: Path, limit: int = DEFAULT_LIMIT) -> None:
-        self._directory = directory
+        self.directory = directory
         self._limit = limit
 
-    def load(self, key: str) -> dict[str, NDArray[Any]] | None:
-        """The arrays stored under ``key``; None where there are none, or they are damaged."""
+    def load(self, key: str) -> Entry | None:
+        """What was stored under ``key``; None where there is nothing, or it is damaged."""
         path = self._path(key)
         try:
             with path.open("rb", buffering=0) as file:
-                arrays = _read(file, key)
+                entry = _read(file, key)
         except (OSError, ValueError, MemoryError):
             return None
         with contextlib.suppress(OSError):  # it was used; somebody else's file, or a read-only one, serves as well
             os.utime(path)
-        return arrays
+        return entry
 
-    def store(self, key: str, arrays: Arrays) -> bool:
-        """Keep ``arrays``. False where it cannot be done (a full disk, a directory that cannot be written): the caller
-        has them and goes on without."""
+    def store(self, key: str, arrays: Arrays) -> int:
+        """Keep ``arrays``; their checksum. Raises OSError where it cannot be done (a full disk, a directory that cannot
+        be written)."""
         partial: Path | None = None
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=_PARTIAL, dir=self._directory)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=_PARTIAL, dir=self.directory)
             partial = Path(name)
             with os.fdopen(descriptor, "wb") as file:
-                _write(file, key, arrays)
+                checksum = _write(file, key, arrays)
             partial.rename(self._path(key))
         except OSError:
             if partial is not None:
                 with contextlib.suppress(OSError):
                     partial.unlink()
-            return False
+            raise
         with contextlib.suppress(OSError):
             self._clean(self._path(key))
-        return True
+        return checksum
 
     def _path(self, key: str) -> Path:
-        return self._directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + _SUFFIX)
+        return self.directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _clean(self, kept: Path) -> None:
         """Remove the least recently used entries beyond the limit, and what starts that died have left."""
         now = time.time()
         entries = []
-        for path in self._directory.iterdir():
+        for path in self.directory.iterdir():
             with contextlib.suppress(OSError):  # another process may be cleaning too
                 state = path.stat()
                 if path.name.startswith(_PARTIAL) and now - state.st_mtime > _PARTIAL_AGE:
@@ -114,16 +124,20 @@ class WeightCache:
 
 
 def source_identity(path: Path) -> str:
-    """What weights ``path`` (a GGUF file, or a directory in Hugging Face layout) holds: names, sizes and times of its
-    files, links followed. Raises OSError."""
+    """What ``path`` (a GGUF file, or a directory in Hugging Face layout) holds, weights and configuration: names, sizes
+    and times of its files, links followed. Raises OSError.
+
+    The time of the last change of status is among them: a file that replaces another may have its size and, if it was
+    copied with its times, its time of modification.
+    """
     path.stat()
-    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     # A link to nothing holds no weights: transformers reads the files that the index names.
     states = [(str(file.resolve()), file.stat()) for file in files if file.exists()]
-    return json.dumps([[name, state.st_size, state.st_mtime_ns] for name, state in states])
+    return json.dumps([[name, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for name, state in states])
 
 
-def _write(file: BinaryIO, key: str, arrays: Arrays) -> None:
+def _write(file: BinaryIO, key: str, arrays: Arrays) -> int:
     entries, end = [], 0
     for name, array in arrays.items():
         entries.append({"name": name, "dtype": array.dtype.str, "shape": array.shape, "offset": end})
@@ -138,9 +152,10 @@ def _write(file: BinaryIO, key: str, arrays: Arrays) -> None:
     for array in arrays.values():
         file.write(_bytes(array))
         file.write(_padding(array.nbytes, CACHE_LINE))
+    return checksum
 
 
-def _read(file: Any, key: str) -> dict[str, NDArray[Any]]:
+def _read(file: Any, key: str) -> Entry:
     """Raises ValueError for a file that is not what it should be."""
     size = os.fstat(file.fileno()).st_size
     header = file.read(_HEADER.size)
@@ -167,7 +182,8 @@ def _read(file: Any, key: str) -> dict[str, NDArray[Any]]:
         filled += count
     if zlib.crc32(view) != description["crc"]:
         raise ValueError("damaged weights")
-    return {entry["name"]: _array(payload, entry) for entry in description["arrays"]}
+    arrays = {entry["name"]: _array(payload, entry) for entry in description["arrays"]}
+    return Entry(arrays, int(description["crc"]))
 
 
 def _array(payload: NDArray[np.uint8], entry: dict[str, Any]) -> NDArray[Any]:

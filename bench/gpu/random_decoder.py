@@ -7,7 +7,7 @@ import torch
 from ringserve.bench.gpu.decode_model import EPS, ModelShape
 from ringserve.bench.gpu.device import Device
 from ringserve.engine.array_namespace import KVDType
-from ringserve.engine.decoder_family import DecoderShape
+from ringserve.engine.decoder_weights import DecoderShape
 from ringserve.engine.gpu.decoder_weights import DecoderWeights, LayerWeights
 from ringserve.engine.gpu.linear import PlainLinear
 from ringserve.engine.gpu.llama_model import LlamaModel, decoder_layers

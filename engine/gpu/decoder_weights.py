@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringserve.engine.decoder_family import DecoderShape, family_shape, require
+from ringserve.engine.decoder_family import family_shape, require
+from ringserve.engine.decoder_weights import DecoderShape
 from ringserve.engine.gpu.linear import DeviceLinear, PlainLinear
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256

@@ -106,10 +106,12 @@ def _compiled_for(capability: tuple[int, int], architectures: tuple[str, ...]) -
 
 
 def collect_facts() -> GpuFacts:
-    """Of this machine and environment."""
+    """Of this machine and environment. torch is imported only where there is a driver: a CPU's start may do without."""
+    driver = _driver_cuda()
+    if driver is None:
+        return GpuFacts(None, "", None, 0, None, (), (), None)
     import torch
 
-    driver = _driver_cuda()
     torch_cuda = _pair(torch.version.cuda) if torch.version.cuda is not None else None
     devices = 0
     capability: tuple[int, int] | None = None

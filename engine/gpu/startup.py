@@ -29,10 +29,10 @@ from ringserve.engine.kv_dtype import choose_kv_dtype
 from ringserve.engine.kv_pool import KVPool, bytes_per_page
 from ringserve.engine.model_error import ModelError, UnsupportedDeviceError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
-from ringserve.engine.page_swaps import choose_swap_space, make_swap_pool, measure_swaps
+from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
 from ringserve.engine.ready_engine import Engine
 from ringserve.engine.self_check import check_other_path, trace_model
-from ringserve.engine.swap_pool import SwapPool
+from ringserve.engine.swap_pool import SwapPool, make_swap_pool
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
 
 CHECKING = "checking the model"

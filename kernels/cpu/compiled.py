@@ -12,9 +12,7 @@ Arithmetic is exact IEEE, no ``fastmath``: a row's result must not depend on how
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,19 +25,12 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 
+from ringserve.kernels.source_digest import source_digest as source_digest
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SOURCES = (Path(__file__).parent, Path(__file__).parents[1])
 """Directories whose Python files may be compiled into a function."""
-
-
-@cache
-def source_digest(directory: Path) -> bytes:
-    """A digest of the names and contents of a directory's Python files."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.digest()
 
 
 def _stamp() -> bytes:

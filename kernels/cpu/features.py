@@ -32,6 +32,12 @@ def host_level() -> Level:
     return AVX512 if all(features.get(name, False) for name in AVX512_FEATURES) else PORTABLE
 
 
+def processor() -> str:
+    """Which processor this is, with all that it can do: what results that were checked on it hold for."""
+    features = ",".join(sorted(name for name, there in binding.get_host_cpu_features().items() if there))
+    return f"{binding.get_host_cpu_name()} {features}"
+
+
 def level_name(level: Level) -> str:
     """For logs."""
     return "avx512" if level else "portable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from fake_openai import Behaviour, FakeOpenAI
 
 import ringserve.bench
+from ringserve.bench.busy import busy_processes
 from ringserve.bench.processes import find_server
 from ringserve.bench.server_command import free_port
 from ringserve.cli import main
@@ -497,6 +500,23 @@ def test_compare_tells_why_a_server_did_not_start(command: str, capsys: pytest.C
     err = capsys.readouterr().err
     assert "b: the server ended with status 3" in err
     assert "no such model" in err
+
+
+def test_compare_beside_busy_processes(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there while a server is measured, and at no other time."""
+    counts: list[int] = []
+
+    @contextlib.contextmanager
+    def recorded(count: int) -> Iterator[list[int]]:
+        with busy_processes(count) as pids:
+            counts.append(len(pids))
+            yield pids
+
+    monkeypatch.setattr("ringserve.bench.compare.busy_processes", recorded)
+    arguments = ["--command", f"a={command}", "--command", f"b={command}", "--rounds", "1", "--busy", "1"]
+    assert main(["bench", "compare", *arguments, *SMALL]) == 0
+    assert counts == [1, 1]
+    assert main(["bench", "compare", *arguments[:4], "--busy", "-1"]) == 2
 
 
 def test_compare_needs_two(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from step_planner import GREEDY
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
-from ringserve.engine.fast_startup import COMPILING
 from ringserve.engine.model_error import ModelError
-from ringserve.engine.model_loader import user_cache
+from ringserve.engine.start_stages import COMPILING
+from ringserve.engine.user_cache import user_cache
 from ringserve.messages import (
     ExecutorReady,
     LoadProgress,

@@ -32,13 +32,15 @@ def test_no_kernels_of_a_cpu_before_a_cpu_is_chosen() -> None:
 def test_what_a_gpu_cannot_serve_goes_to_the_cpu_unless_a_gpu_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: Any, error: ModelError
 ) -> None:
-    from ringserve.engine import cpu_startup
+    from ringserve.engine import cpu_startup, torch_setup
     from ringserve.engine.gpu import startup
 
     def refuse(*_: Any) -> None:
         raise error
 
     built = object()
+    prepared: list[int] = []
+    monkeypatch.setattr(torch_setup, "set_threads", prepared.append)
     monkeypatch.setattr(executor_startup, "misfit", lambda facts: None)
     monkeypatch.setattr(startup, "build_gpu_engine", refuse)
     monkeypatch.setattr(cpu_startup, "build_cpu_engine", lambda *_: built)
@@ -57,3 +59,4 @@ def test_what_a_gpu_cannot_serve_goes_to_the_cpu_unless_a_gpu_was_asked_for(
         else:
             with pytest.raises(ModelError, match=str(error)):
                 build_engine(settings, 1, 1, lambda stage, part: None)
+    assert prepared == [1]

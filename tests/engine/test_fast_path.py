@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,18 +15,20 @@ from checkpoints import SERVED, make_checkpoint
 from engine_core import EngineCore, LoadedExecutor, default_model, greedy
 from fast_models import FAMILY, FastBench, load_small, make_fast_bench, prepare
 from reference import plain_model
-from step_planner import Job, StepPlanner
+from step_planner import GREEDY, Job, StepPlanner
 
-from ringserve.config import ModelSource, SchedulerConfig, TokenizerSettings
+from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource, SchedulerConfig, TokenizerSettings
 from ringserve.engine import fast_startup, self_check
-from ringserve.engine.fast_packing import Packer
-from ringserve.engine.fast_startup import FastModel
+from ringserve.engine.cpu_loading import load_and_check
+from ringserve.engine.cpu_model import CpuModel
+from ringserve.engine.decoder_weights import Rotary
+from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
+from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
-from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
-from ringserve.messages import TokenizedRequest
+from ringserve.messages import TokenizedRequest, unpack_i32
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]
@@ -253,33 +256,57 @@ def test_float32_and_small_pages_are_left_to_the_general_path(directory: Path) -
         fast_startup.prepare_fast(loaded, "none", 8, 64, 1 << 40, lambda stage, fraction: None)
 
 
-def test_the_check_reads_no_position_beyond_the_tables(directory: Path) -> None:
+def test_the_check_reads_no_position_beyond_the_tables(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequences may be longer than any that will be served."""
     loaded = load_small(directory, "llama")
+    made: list[int] = []
+    tables = Rotary.tables
+
+    def recorded(rotary: Rotary, positions: int) -> Any:
+        made.append(positions)
+        return tables(rotary, positions)
+
+    monkeypatch.setattr(Rotary, "tables", recorded)
     model = fast_startup.prepare_fast(loaded, "none", 16, 16, 1 << 40, lambda stage, fraction: None)
-    assert len(model.weights.cos) == len(model.weights.sin) == max(fast_startup.CHECK_LENGTHS)
+    assert made == [max(fast_startup.CHECK_LENGTHS)]
+    assert model.max_positions == 16
 
 
 def test_weights_that_did_not_pass_the_check_are_not_kept(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_small(directory, "llama")
-    cache = WeightCache(tmp_path / "weights")
+    path = make_checkpoint(directory / "kept", *FAMILY["llama"])
+    source = ModelSource(str(path), "directory", "kept")
+    settings = ExecutorSettings(source, "bfloat16", None, 4, None, ExecutorConfig())
 
-    def start() -> None:
-        packer = Packer("none", directory / "llama", cache)
-        fast_startup.prepare_fast(loaded, "none", 16, 64, 1 << 40, lambda stage, fraction: None, packer=lambda: packer)
+    def start() -> CpuModel:
+        kept = KeptWeights("none", path, tmp_path / "weights")
+        return load_and_check(settings, "bfloat16", 16, lambda: kept, lambda stage, fraction: None)
 
     with monkeypatch.context() as patch:
         patch.setitem(fast_startup.TOLERANCE, "none", 0.0)
-        with pytest.raises(NotApplicableError, match="its logits differ"):
-            start()
+        assert not isinstance(start().path, FastModel)
     assert not (tmp_path / "weights").exists()
-    start()
-    assert len(list((tmp_path / "weights").iterdir())) == 1
+    assert isinstance(start().path, FastModel)
+    assert sorted(file.suffix for file in (tmp_path / "weights").iterdir()) == [".checked", ".weights"]
 
 
 def test_a_machine_whose_threads_cannot_wait(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_startup, "FUTEX", -1)
     with pytest.raises(NotApplicableError, match="system call"):
         prepare(load_small(directory, "llama"))
+
+
+def test_logits_take_no_more_memory_than_a_steps_tokens(qwen3: LoadedModel) -> None:
+    """Log-probabilities of prompts ask for a row of logits for each token: no more than a step's budget, however many
+    prompts there are and however long they are."""
+    budget = 24
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
+    jobs = [Job(prompt_of(40 + i, 50 + i), 1, sampling) for i in range(5)]
+    with bench_of(prepare(qwen3)) as bench:
+        run(bench, jobs, budget)
+        rows = len(bench.decoder._logits)
+    assert 8 < rows <= budget
+    for job in jobs:
+        counts = [count for part in job.prompt_logprobs for count in unpack_i32(part.columns.counts).tolist()]
+        assert counts == [0, *[3] * (len(job.prompt) - 1)]

@@ -11,8 +11,8 @@ from late_lane import LateLane
 from ringserve.engine.array_namespace import NumpyNamespace
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.model_error import ModelError
-from ringserve.engine.page_swaps import SwapInfo, apply_swaps, choose_swap_space, make_swap_pool, measure_swaps
-from ringserve.engine.swap_pool import SwapPool
+from ringserve.engine.page_swaps import SwapInfo, apply_swaps, choose_swap_space, measure_swaps
+from ringserve.engine.swap_pool import SwapPool, make_swap_pool
 from ringserve.kernels.page_copy import gather_pages, scatter_pages
 from ringserve.messages import PageSwaps, SchedulerOutput, pack_i32
 

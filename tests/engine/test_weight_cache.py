@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from weight_arrays import example_arrays, store_often
 
 from ringserve.engine.fast_packing import Packer
+from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.weight_cache import WeightCache, source_identity
 
 
@@ -26,9 +27,11 @@ def _entry(directory: Path) -> Path:
 def test_what_was_stored_is_loaded(tmp_path: Path) -> None:
     cache = WeightCache(tmp_path / "below" / "weights")
     assert cache.load("model a") is None
-    assert cache.store("model a", example_arrays())
-    loaded = WeightCache(tmp_path / "below" / "weights").load("model a")
-    assert loaded is not None
+    checksum = cache.store("model a", example_arrays())
+    entry = WeightCache(tmp_path / "below" / "weights").load("model a")
+    assert entry is not None
+    assert entry.checksum == checksum
+    loaded = entry.arrays
     assert list(loaded) == list(example_arrays())
     for name, array in example_arrays().items():
         assert loaded[name].dtype == array.dtype
@@ -48,7 +51,7 @@ def test_a_cut_file_is_absent_and_replaced(tmp_path: Path) -> None:
         assert cache.load("key") is None, length
     _entry(tmp_path).write_bytes(whole + b"\0")
     assert cache.load("key") is None
-    assert cache.store("key", arrays)
+    cache.store("key", arrays)
     assert cache.load("key") is not None
 
 
@@ -66,7 +69,7 @@ def test_no_changed_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory
     loaded = cache.load("key")
     # Bytes between the description and the payload mean nothing.
     if loaded is not None:
-        np.testing.assert_array_equal(loaded["a"], array)
+        np.testing.assert_array_equal(loaded.arrays["a"], array)
         assert not any(content[at + 1 : 4096])
 
 
@@ -101,7 +104,7 @@ def test_the_least_recently_used_go_when_it_grows_too_large(tmp_path: Path) -> N
     cache.store("3", arrays)
     assert [cache.load(str(i)) is not None for i in range(4)] == [True, False, True, True]
     # One that is larger than the limit is kept as long as it is the newest.
-    assert cache.store("large", {"a": np.zeros(100_000, np.int8)})
+    cache.store("large", {"a": np.zeros(100_000, np.int8)})
     assert cache.load("large") is not None
     assert len(list(tmp_path.glob("*.weights"))) == 1
 
@@ -116,10 +119,11 @@ def test_what_dead_starts_left_is_removed(tmp_path: Path) -> None:
     assert new.exists()
 
 
-def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = WeightCache(tmp_path / "file" / "weights")
-    assert not cache.store("key", example_arrays())
+    with pytest.raises(OSError):
+        cache.store("key", example_arrays())
     assert cache.load("key") is None
 
 
@@ -170,7 +174,9 @@ def test_a_cache_that_cannot_be_touched_is_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_source_that_cannot_be_looked_at_is_packed_without_a_cache(tmp_path: Path) -> None:
-    packer = Packer("none", tmp_path / "none", WeightCache(tmp_path / "weights"))
+    kept = KeptWeights("none", tmp_path / "none", tmp_path / "weights")
+    kept.read()
+    packer = Packer("none", kept)
     assert not packer.found
-    packer.keep()
+    assert packer.keep({}) is None
     assert not (tmp_path / "weights").exists()

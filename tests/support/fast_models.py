@@ -14,7 +14,8 @@ from runners import RecordingSampler
 from ringserve.config import ModelSource
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_forward import FastForward
-from ringserve.engine.fast_startup import FastModel, prepare_fast
+from ringserve.engine.fast_model import FastModel
+from ringserve.engine.fast_startup import prepare_fast
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.model_runner import ModelRunner

@@ -27,7 +27,9 @@ def store_often(directory: Path, seed: int) -> None:
     """Store and load one key again and again, beside others who do the same with other seeds (0 to 2)."""
     cache = WeightCache(directory)
     for _ in range(10):
-        assert cache.store("key", example_arrays(seed))
+        cache.store("key", example_arrays(seed))
         loaded = cache.load("key")
         assert loaded is not None
-        assert any(all((loaded[name] == array).all() for name, array in example_arrays(i).items()) for i in range(3))
+        assert any(
+            all((loaded.arrays[name] == array).all() for name, array in example_arrays(i).items()) for i in range(3)
+        )

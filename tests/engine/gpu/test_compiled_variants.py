@@ -9,7 +9,7 @@ import torch
 import triton
 from fake_gpu import SM_90, compile_only
 
-from ringserve.engine.decoder_family import DecoderShape
+from ringserve.engine.decoder_weights import DecoderShape
 from ringserve.engine.gpu.decoder_weights import DecoderWeights, LayerWeights
 from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.gpu.graphs import graph_buckets, warm_up_tokens

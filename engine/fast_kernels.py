@@ -1,0 +1,30 @@
+"""The fast path's compiled code: is it there, and make it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ringserve.engine.fast_decoder import FastDecoder
+from ringserve.kernels.cpu import decoder as kernels
+from ringserve.kernels.cpu.compiled import is_kept
+
+logger = logging.getLogger("ringserve.executor")
+
+
+def is_compiled() -> bool:
+    """Whether the kernels lie in a cache: whether their first call takes no time."""
+    return is_kept(kernels.run_step)
+
+
+def compile_kernels(decoder: FastDecoder) -> None:
+    """Run one token through everything."""
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
+    ids, tables = np.zeros((1, 16), np.int32), np.zeros((1, 4), np.int32)
+    decoder.forward(zero, one, np.zeros(1, np.int64), ids, tables, zero)
+    if not is_compiled():
+        logger.warning(
+            "the compiled kernels can be kept neither beside the installation nor in the user's cache directory: "
+            "every start will compile them; make room there, or give the user a home directory that can be written"
+        )
