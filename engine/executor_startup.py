@@ -24,7 +24,9 @@ def build_engine(settings: ExecutorSettings, threads: int, fast_threads: int, pr
     if device == GPU:
         from ringserve.engine.gpu.device import CudaDevice
         from ringserve.engine.gpu.startup import build_gpu_engine  # Triton and the GPU's kernels
+        from ringserve.engine.torch_setup import set_threads
 
+        set_threads(threads)
         try:
             return build_gpu_engine(settings, device, CudaDevice(), threads, progress)
         except UnsupportedDeviceError as error:

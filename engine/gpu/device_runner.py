@@ -30,6 +30,7 @@ from ringserve.engine.gpu.flight import Flight
 from ringserve.engine.gpu.graphs import bucket_of, graph_buckets, warm_up_tokens
 from ringserve.engine.gpu.row_mirror import RowMirror
 from ringserve.engine.gpu.sequence_writes import SlotValues
+from ringserve.engine.gpu.slot_books import SlotBooks
 from ringserve.engine.gpu.step_buffers import BufferPool, StepBuffers
 from ringserve.engine.gpu.step_inputs import DeviceModel
 from ringserve.engine.gpu.step_plan import StepPlan, pack_chunks, plan_step
@@ -38,11 +39,9 @@ from ringserve.engine.gpu.step_split import split_step
 from ringserve.engine.gpu.step_work import StepWork
 from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import NO_FINITE_LOGIT
-from ringserve.engine.slot_table import SlotTable
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.messages import (
     ModelRunnerOutput,
-    NewSequence,
     SchedulerOutput,
     pack_i32,
 )
@@ -107,7 +106,6 @@ class DeviceRunner:
         self._device = device
         self._limits = limits
         self._sizes = limits.sizes
-        self._eos_token_ids = tuple(eos_token_ids)
         self._enforce_eager = enforce_eager
         self._swap_pool = swap_pool
         self._state = self._new_state(widths if widths is not None else StateWidths())
@@ -116,13 +114,7 @@ class DeviceRunner:
         self._graphs: dict[int, Callable[[], None]] = {}
         self._buffers = BufferPool(device)
         self._steps: deque[_Step] = deque()
-        self._table = SlotTable()
-        self._given = np.zeros(limits.max_num_seqs, dtype=np.int64)
-        """Tokens of each slot that the scheduler has sent; the host does not know the others."""
-        self._tenants = np.zeros(limits.max_num_seqs, dtype=np.int64)
-        self._num_tenants = 0
-        self._ks = np.full(limits.max_num_seqs, -1, dtype=np.int32)
-        """Log probabilities that each slot asks for."""
+        self._books = SlotBooks(self._sizes, eos_token_ids)
         self._failed: set[int] = set()
         """Tenants that nothing can be drawn for."""
         self._rows = RowMirror(self._sizes.num_rows)
@@ -149,11 +141,11 @@ class DeviceRunner:
         """Launch a step. A message that does not fit the slots' state raises RuntimeError: the two processes
         disagree."""
         started_ns = time.monotonic_ns()
-        starting: list[SlotValues] = []
-        slots, counts = self._table.apply(output, self._limits.page_size, partial(self._start, starting))
+        slots, counts, starting = self._books.apply(output)
         self._widen(starting)
-        parts = split_step(self._table, slots, counts, self._limits.max_prompt_logits)
-        writes = [piece for values in starting for piece in values.writes(self._state)] + self._page_writes(output)
+        parts = split_step(self._books.table, slots, counts, self._limits.max_prompt_logits)
+        writes = [piece for values in starting for piece in values.writes(self._state)]
+        writes += self._books.page_writes(output, self._state)
         cleared = np.array([values.slot for values in starting if values.counts_tokens], dtype=np.int32)
         if output.swaps is not None:
             self._submit(partial(apply_swaps, self._swap_pool, output))
@@ -166,22 +158,21 @@ class DeviceRunner:
     def _submit_part(
         self, slots: _Words, counts: _Words, writes: list[tuple[_Words, _Words]], cleared: _Words
     ) -> Flight:
-        plan = plan_step(self._table, self._given, slots, counts, self._limits.vocab_size)
+        plan = plan_step(self._books.table, slots, counts, self._limits.vocab_size)
         slots_there, counts_there = slots[plan.order], counts[plan.order]
         buffers = self._buffers.take()
         work = self._work(plan, slots_there, counts_there, writes, cleared, buffers)
         self._submit(partial(self._step.run, work))
         buffers.event.record()
         drawing = slots_there[: plan.num_draws]
-        self._table.computed[slots] += counts
-        self._table.append(drawing, np.zeros(len(drawing), np.int32))  # which tokens, only the device knows
+        self._books.advance(slots, counts, drawing)
         return Flight(
             buffers=buffers,
             words=work.results,
             plan=plan,
             slots=drawing.tolist(),
-            tenants=self._tenants[drawing].tolist(),
-            ks=self._ks[drawing].tolist(),
+            tenants=self._books.tenants[drawing].tolist(),
+            ks=self._books.ks[drawing].tolist(),
             width=1 + self._state.widths.logprobs if work.num_logprobs else 0,
             prompt_width=1 + work.prompt_most if plan.wanted_prompt else 0,
         )
@@ -238,35 +229,11 @@ class DeviceRunner:
         self._set_padding()
 
     def close(self) -> None:
-        """Nothing may be submitted afterwards; steps under way are forgotten."""
+        """Nothing may be submitted afterwards; steps under way are waited for and forgotten."""
+        if self._steps:
+            self._device.synchronize()  # a graph that is running must not be given up
         self._steps.clear()
         self._graphs.clear()
-
-    # ---------------------------------------------------------------------------------------------- the host's books
-
-    def _start(self, starting: list[SlotValues], new: NewSequence) -> None:
-        self._num_tenants += 1
-        self._tenants[new.slot] = self._num_tenants
-        self._given[new.slot] = self._table.length[new.slot]
-        values = SlotValues.of(new, self._eos_token_ids, self._limits.vocab_size)
-        self._ks[new.slot] = values.num_logprobs
-        starting.append(values)
-
-    def _page_writes(self, output: SchedulerOutput) -> list[tuple[_Words, _Words]]:
-        slots = np.frombuffer(output.slots, dtype=np.int32)
-        page_counts = np.frombuffer(output.new_page_counts, dtype=np.int32)
-        rows = np.flatnonzero(page_counts)
-        if not len(rows):
-            return []
-        ends = self._table.num_pages[slots[rows]]
-        if int(ends.max()) > self._sizes.max_pages:
-            raise RuntimeError(f"a block table of {ends.max()} pages; there is room for {self._sizes.max_pages}")
-        counts = page_counts[rows].astype(np.int64)
-        # Position of each page: from its row's first new one on.
-        columns = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns += np.repeat(ends - counts, counts)
-        addresses = self._state.addresses("block_tables", np.repeat(slots[rows], counts).astype(np.int64), columns)
-        return [(addresses, np.frombuffer(output.new_pages, dtype=np.int32))]
 
     # ------------------------------------------------------------------------------------------------------ launching
 
@@ -282,11 +249,11 @@ class DeviceRunner:
         """What the device is to do; slots and counts are in its order. Fills the buffers."""
         layout, decode, chunks = None, None, np.empty(0, np.int32)
         if len(slots) > plan.num_decodes:
-            layout, chunks = pack_chunks(self._table, plan, slots, counts, self._limits.page_size)
+            layout, chunks = pack_chunks(self._books.table, plan, slots, counts, self._limits.page_size)
             most = self._limits.max_num_batched_tokens
             if layout.num_tokens > most:
                 raise RuntimeError(f"a step of {layout.num_tokens} tokens; there is room for {most}")
-            row_lengths = (self._table.computed[slots] + counts).astype(np.int32)
+            row_lengths = (self._books.table.computed[slots] + counts).astype(np.int32)
             row_lengths[: plan.num_decodes] = 0
             pieces = [*pieces, *self._rows.writes(self._state, slots, row_lengths)]
         elif len(slots):
@@ -300,7 +267,7 @@ class DeviceRunner:
         inputs = buffers.inputs(writes.size + len(cleared) + len(chunks))
         np.concatenate([writes.reshape(-1), cleared, chunks], out=inputs.numpy())
 
-        num_logprobs = plan.num_draws if (self._ks[slots[: plan.num_draws]] >= 0).any() else 0
+        num_logprobs = plan.num_draws if (self._books.ks[slots[: plan.num_draws]] >= 0).any() else 0
         num_prompt = layout.num_wanted if layout is not None and layout.num_prompt_logits else 0
         prompt_most = rounded_width(max(plan.prompt_ks, default=0))
         num_results = plan.num_draws + logprob_words(num_logprobs, 1 + self._state.widths.logprobs)
@@ -364,7 +331,7 @@ class DeviceRunner:
         gone = [row for row in rows if tokens[row] < 0]
         self._failed.update(flight.tenants[row] for row in gone)
         if not self._steps:  # those that have left can have no row any more
-            self._failed.intersection_update(self._tenants.tolist())
+            self._failed.intersection_update(self._books.tenants.tolist())
         failed = tuple([(flight.slots[row], NO_FINITE_LOGIT) for row in gone])
         return [row for row in rows if tokens[row] >= 0], failed
 

@@ -94,11 +94,7 @@ def build_gpu_engine(
     remedy = "set a smaller --kv-cache-memory or --gpu-memory-utilization"
     with _fits(f"{budget.num_pages} KV pages", remedy):
         pool = KVPool(served.layers, budget.num_pages, page_size, kv_dtype, device.namespace)
-    swap_space = choose_swap_space(config.swap_space, defaults.swap_space, free_memory())
-    with _fits("the stages of swapped pages", "set a smaller --gpu-memory-utilization, or --swap-space 0"):
-        swap_pool = make_swap_pool(
-            pool, swap_space, device.namespace, device.transfer_lane(), gather_pages, scatter_pages
-        )
+    swap_pool = _swap_pool(pool, config.swap_space, defaults.swap_space, device)
     capturable = served.on(pool, device).capturable
     eager = config.enforce_eager or not capturable
     if not capturable and not config.enforce_eager:
@@ -235,6 +231,21 @@ def _plan(
         kv_cache_memory=max(memory, 0),
         free_bytes=device.free_bytes(),
     )
+
+
+def _swap_pool(pool: KVPool, asked: int | None, default: int, device: Device) -> SwapPool | None:
+    """Where the default does not fit into what the host may pin, there is none; one line says so."""
+    try:
+        swap_space = choose_swap_space(asked, default, free_memory())
+        with _fits("the stages of swapped pages", "set a smaller --gpu-memory-utilization, or --swap-space 0"):
+            return make_swap_pool(
+                pool, swap_space, device.namespace, device.transfer_lane(), gather_pages, scatter_pages
+            )
+    except ModelError as error:
+        if asked is not None:
+            raise
+        logger.warning("preempted sequences are not swapped: %s", error)
+        return None
 
 
 @contextmanager

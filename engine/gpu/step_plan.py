@@ -32,16 +32,14 @@ class StepPlan:
     prompt_ks: list[int] = field(default_factory=list)
 
 
-def plan_step(table: SlotTable, given: NDArray[np.int64], slots: _Words, counts: _Words, vocab_size: int) -> StepPlan:
-    """Of a step that was applied to ``table`` and is not yet computed. ``given``: how many tokens of each slot the host
-    knows. A row decodes where its one token is the slot's last, and another is to be drawn."""
+def plan_step(table: SlotTable, slots: _Words, counts: _Words, vocab_size: int) -> StepPlan:
+    """Of a step that was applied to ``table`` and is not yet computed. A row decodes where its one token is the slot's
+    last, and another is to be drawn; tokens of the others were all sent by the scheduler, since a slot that has drawn
+    one has only one to compute."""
     starts = table.computed[slots]
     stops = starts + counts
     draws = (stops == table.length[slots]) & table.samples[slots]
     decodes = draws & (counts == 1)
-    unknown = ~decodes & (stops > given[slots])
-    if unknown.any():
-        raise RuntimeError(f"slot {slots[int(np.argmax(unknown))]} has a chunk of tokens that the host was not sent")
     order = np.concatenate([np.flatnonzero(decodes), np.flatnonzero(draws & ~decodes), np.flatnonzero(~draws)])
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))

@@ -18,6 +18,16 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def load_page_ids(table, position, end, PAGE: tl.constexpr):
+    """The pages of these positions, those from ``end`` on in page 0.
+
+    For the next tile, one iteration ahead: loaded where they are used, they would keep the compiler from overlapping
+    the loads of keys and values.
+    """
+    return tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def load_keys(ptr, rows, dims, visible, compute: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr):
     """``[BLOCK_D, BLOCK_N]`` in type ``compute``."""
     if FORMAT == 0:

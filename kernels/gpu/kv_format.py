@@ -48,6 +48,13 @@ def kv_format(dtype: torch.dtype) -> KVFormat:
     return {torch.int8: KVFormat.INT8, torch.uint8: KVFormat.E4M3}.get(dtype, KVFormat.NATIVE)
 
 
+def page_strides(k_pages: torch.Tensor, v_pages: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
+    """What a kernel is told of the pool, in elements: page, head and slot of keys, the same of values, page and head of
+    the scales, for which anything may stand in where there are none."""
+    scale_head = scales.stride(1) if scales.dim() > 1 else 0
+    return (*k_pages.stride()[:3], *v_pages.stride()[:3], scales.stride(0), scale_head)
+
+
 @triton.jit
 def decode_codes(codes, compute: tl.constexpr, FORMAT: tl.constexpr):
     """Codes as ``compute``, without their scale; of e4m3, 1/256 of the value. Native elements pass."""

@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 
 from ringserve.kernels.gpu.architecture import Architecture
-from ringserve.kernels.gpu.attention_tile import LOG2_E, cap_scores, load_keys, load_values
-from ringserve.kernels.gpu.kv_format import kv_format, load_scales
+from ringserve.kernels.gpu.attention_tile import LOG2_E, cap_scores, load_keys, load_page_ids, load_values
+from ringserve.kernels.gpu.kv_format import kv_format, load_scales, page_strides
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,8 @@ def _prefill(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        # The next tile's page ids are loaded one iteration ahead: loaded where they are used, they would keep the
-        # compiler from overlapping the loads of keys and values.
-        pages = tl.load(table + (start + columns) // PAGE, mask=start + columns < end, other=0).to(tl.int64)
+        # Carried from one iteration to the next (``load_page_ids``).
+        pages = load_page_ids(table, start + columns, end, PAGE)
         for at in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             position = at + columns
             written = (position >= first) & (position < end)
@@ -196,8 +195,7 @@ def _prefill(
             k_rows = pages * k_page_stride + g * k_head_stride + slot * k_slot_stride
             v_rows = pages * v_page_stride + g * v_head_stride + slot * v_slot_stride
             scale_rows = pages * scale_page_stride + g * scale_head_stride + slot
-            ahead = position + BLOCK_N
-            pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0).to(tl.int64)
+            pages = load_page_ids(table, position + BLOCK_N, end, PAGE)
             k = load_keys(k_ptr, k_rows, dims, written, q.dtype, D, FORMAT)
             scores = tl.dot(q, k, input_precision=PRECISION)
             if FORMAT != 0:
@@ -278,14 +276,7 @@ def paged_prefill(
         q.stride(1),
         out.stride(0),
         out.stride(1),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        v_pages.stride(0),
-        v_pages.stride(1),
-        v_pages.stride(2),
-        k_scales.stride(0),
-        k_scales.stride(1) if scales is not None else 0,
+        *page_strides(k_pages, v_pages, k_scales),
         block_table.stride(0),
         GROUP=heads // kv_heads,
         BLOCK_M=config.block_m,

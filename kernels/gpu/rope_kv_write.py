@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringserve.kernels.gpu.kv_format import MAX_CODE, SMALLEST_SCALE, encode_codes, kv_format
+from ringserve.kernels.gpu.kv_format import MAX_CODE, SMALLEST_SCALE, encode_codes, kv_format, page_strides
 
 NUM_WARPS = 1
 """A head is at most a few hundred bytes."""
@@ -183,14 +183,7 @@ def rope_kv_write(
         v.stride(0),
         v.stride(1),
         cos.stride(0),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        v_pages.stride(0),
-        v_pages.stride(1),
-        v_pages.stride(2),
-        k_scales.stride(0),
-        k_scales.stride(1),
+        *page_strides(k_pages, v_pages, k_scales),
         HEADS=heads,
         D=dim,
         HALF=half,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_simulation import Engine, executor_ready, make_request, run_alone
 
 from ringserve.config import SchedulerConfig
+from ringserve.engine.kv_manager import KVManager
+from ringserve.engine.prefix_sharing import PrefixSharing
 from ringserve.engine.sequence import Request, Sequence
-from ringserve.engine.step_time import StepTimeModel
+from ringserve.engine.sessions import Sessions
+from ringserve.engine.step_time import GUESS, StepTimeModel
 from ringserve.engine.swap_space import SwapCosts, SwapSpace
 from ringserve.engine.swapping import Swapping
-from ringserve.messages import NewSequence, PageSwaps, unpack_i32
+from ringserve.engine.wait_prediction import WaitPredictor
+from ringserve.messages import NewSequence, PageSwaps, SessionRef, pack_i32, unpack_i32
 
 PAGE_SIZE = 4
 FREE_OF_CHARGE = SwapCosts(bytes_per_page=1000, bytes_per_second=1e30, seconds_per_swap=0.0)
@@ -250,6 +255,56 @@ def test_a_prompt_half_computed_goes_on_behind_what_comes_back() -> None:
     assert positions == list(range(200))
     engine.check_alone(long)
     engine.check_empty()
+
+
+def test_pages_on_the_host_are_not_mixed_with_a_sessions_last_page() -> None:
+    """A turn thrown out in the middle of its prompt; meanwhile the turn before it ends, and its session keeps a last
+    page that holds less than what went to the host."""
+    ready = executor_ready(num_pages=20, max_num_seqs=1, max_num_batched_tokens=30, num_host_pages=20)
+    engine = Engine(ready, config=SchedulerConfig(scheduling_policy="priority", priority_aging=0))
+    talk = SessionRef("key-1", "talk")
+    before = msgspec.structs.replace(make_request(2, 20, 7, priority=0), session=talk)
+    said = before.prompt_token_ids + pack_i32(run_alone(before, 0, 500)[0])
+    more = make_request(1, 33, 4, priority=5)
+    turn = msgspec.structs.replace(more, prompt_token_ids=said + more.prompt_token_ids, session=talk)
+    engine.add(turn)
+    engine.schedule()
+    engine.add(before)
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.swapped_out_pages, stats.swapped_in_pages) == (2, 1)  # the first is in the cache
+    assert stats.swapped_in_tokens == 30 - 16
+    assert stats.num_computed_tokens == 60 + 3 + 20 + 6 - 16
+    engine.check_alone(before)
+    engine.check_alone(turn)
+    engine.check_empty()
+
+
+def test_what_the_host_has_is_not_waited_for() -> None:
+    """A page that another sequence is just computing is waited for by whoever would compute it, not by one that has it
+    on the host."""
+    swapped, other = sequence_of(1, 40), sequence_of(1, 40)
+    kv = KVManager(20, 16)
+    prefixes = PrefixSharing(kv, True, Sessions(kv, SchedulerConfig()))
+    other.block_table = kv.grow(other.block_table, 40) or []
+    prefixes.start(other, [])
+    assert prefixes.lookup(swapped) is None
+    swapped.num_swapped_tokens = 15
+    assert prefixes.lookup(swapped) is None
+    swapped.num_swapped_tokens = 16
+    assert prefixes.lookup(swapped) == []
+
+
+def test_who_waits_behind_one_on_the_host_waits_less() -> None:
+    predictor = WaitPredictor(StepTimeModel(GUESS), max_num_seqs=4, max_num_batched_tokens=64, capacity=5000)
+    ahead, newcomer = sequence_of(1, 400), sequence_of(2, 10).request
+    waits = []
+    for ahead.num_swapped_tokens in (0, 399):
+        prediction = predictor.predict(newcomer, [], [ahead])
+        assert prediction is not None
+        waits.append(prediction.wait)
+    prefill = GUESS.of_row(200, 400)
+    assert waits[0] - waits[1] > 0.9 * prefill
 
 
 def test_a_step_with_swaps_says_nothing_of_how_long_steps_take() -> None:

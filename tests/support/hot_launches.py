@@ -17,7 +17,9 @@ from ringserve.kernels.gpu.quantized_linear import CONFIGS, linear_scratch, quan
 from ringserve.kernels.gpu.rope_kv_write import rope_kv_write
 from ringserve.kernels.gpu.sampler_state import SamplerState
 from ringserve.kernels.gpu.silu_mul import silu_mul
+from ringserve.kernels.gpu.step_rows import RowArrays, step_rows
 from ringserve.kernels.gpu.token_logprobs import token_logprobs
+from ringserve.kernels.gpu.write_words import write_words
 from ringserve.kernels.page_copy import PageLayout
 
 STORED = {KVFormat.INT8: torch.int8, KVFormat.E4M3: torch.uint8}
@@ -136,6 +138,12 @@ def launch_sampling(rows: int = 3, vocab: int = 128_256) -> None:
     process_logits(logits, slots, state, processed)
     draw(processed, slots, state, slots)
     token_logprobs(logits, slots, slots, torch.empty(rows, 21, dtype=torch.int32), torch.empty(rows, 21), slots)
+
+
+def launch_step_inputs(rows: int = 3, max_pages: int = 8) -> None:
+    arrays = RowArrays(_index(rows), _index(rows), _index(rows), _index(rows), _index(rows, max_pages), _index(rows))
+    step_rows(_index(rows), _index(rows), _index(5), _index(5), _index(5), _index(5, max_pages), 16, arrays)
+    write_words(torch.zeros(rows, 2, dtype=torch.int32), torch.zeros(64, dtype=torch.int32))
 
 
 def launch_page_copies(pages: int = 3) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -71,9 +73,21 @@ def test_what_does_not_fit(changes: dict[str, Any], line: str) -> None:
 
 
 def test_facts_of_this_machine() -> None:
-    """They can be collected anywhere, and are consistent."""
+    """They can be collected anywhere, and are consistent; torch is left alone where there is no driver."""
     facts = collect_facts()
-    assert facts.torch or facts.driver_cuda is None  # torch is not looked at in vain
     if facts.driver_cuda is None:
         assert (facts.num_devices, facts.capability) == (0, None)
-        assert misfit(facts) is not None
+        assert "no NVIDIA driver" in str(misfit(facts))
+    else:
+        assert facts.torch
+
+
+def test_without_a_driver_torch_is_not_imported() -> None:
+    program = (
+        "import sys\n"
+        "from ringserve.engine.gpu import fit\n"
+        "fit._driver_cuda = lambda: None\n"
+        "print(fit.misfit(fit.collect_facts()), 'torch' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "there is no GPU here: no NVIDIA driver is installed False"

@@ -17,6 +17,7 @@ from hot_launches import (
     launch_rope,
     launch_rows,
     launch_sampling,
+    launch_step_inputs,
 )
 from triton.backends.compiler import GPUTarget
 
@@ -134,6 +135,7 @@ def _check_others(name: str) -> None:
         launch_rope(E4M3)
         launch_rows()
         launch_sampling()
+        launch_step_inputs()
         launch_page_copies()
         for kind in (INT8, E4M3):
             for rows in (1, 64):
@@ -173,6 +175,7 @@ def test_serving_compiles_nothing_twice() -> None:
             launch_rope(tokens=batch)
             launch_rows(rows=batch)
             launch_sampling(rows=batch)
+            launch_step_inputs(rows=batch, max_pages=batch)
             launch_page_copies(pages=batch)
         for rows in (1, 2, 3, 16):
             launch_linear(Architecture.LARGE, rows)
@@ -191,6 +194,8 @@ def test_serving_compiles_nothing_twice() -> None:
         "_process_logits": 1,
         "_draw": 1,
         "_token_logprobs": 1,
+        "_step_rows": 1,
+        "_write_words": 1,
         "_move_pages": 3,  # within the slab, out of it, into it
         "_linear_runs": 1,
         "_add_runs": 1,

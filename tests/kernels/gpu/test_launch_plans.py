@@ -67,7 +67,7 @@ def test_every_group_has_a_query_in_a_block() -> None:
     pages = torch.empty(2, 1, 16, 256, dtype=torch.bfloat16)
     assert prefill_config(Architecture.LARGE, pages, 256) is CONFIGS[Architecture.LARGE, 2, True]
     assert prefill_config(Architecture.LARGE, pages[..., :128], 128) is CONFIGS[Architecture.LARGE, 2, False]
-    assert decode_config(Architecture.CDNA, pages.float(), 64) is DECODE_CONFIGS[Architecture.CDNA, 2, True]
+    assert decode_config(Architecture.CDNA, pages.float(), 64) is DECODE_CONFIGS[Architecture.CDNA, 4, True]
     assert PrefillConfig(64, 32, 4, 2).rows_per_block(5) == 12
 
 

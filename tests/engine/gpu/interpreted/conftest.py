@@ -1,4 +1,4 @@
-"""These tests run kernels on the CPU: ``../test_interpreted.py`` starts them in a process whose Triton interprets."""
+"""These tests run kernels on the CPU: ``interpreted_pytest`` starts them in a process whose Triton interprets."""
 
 from __future__ import annotations
 

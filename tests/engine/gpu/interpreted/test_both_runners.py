@@ -116,6 +116,22 @@ def test_a_step_without_pages_for_its_tokens_raises(make: Make) -> None:
         make().execute(step(1, [(0, 9, [1, 2])], (sequence(0, list(range(20, 29))),)))
 
 
+@pytest.mark.parametrize(
+    ("rows", "new", "reason"),
+    [
+        ([(6, 3, [1])], (sequence(6, [5, 6, 7]),), "slot 6 of 6"),
+        ([(0, 25, list(range(1, 8)))], (sequence(0, list(range(25))),), "a step of 25 tokens; there is room for 24"),
+        ([(0, 3, list(range(1, 18)))], (sequence(0, [5, 6, 7]),), "a block table of 17 pages; there is room for 16"),
+    ],
+)
+def test_more_than_a_device_has_room_for(
+    rows: list[tuple[int, int, list[int]]], new: tuple[NewSequence, ...], reason: str
+) -> None:
+    """The scheduler was told the limits: the two processes disagree."""
+    with pytest.raises(RuntimeError, match=reason):
+        make_device_runner().execute(step(1, rows, new))
+
+
 @both
 def test_logits_that_are_not_finite_fail_one_sequence_only(make: Make) -> None:
     """Of its later rows, planned before that was known, nothing is heard; whoever has its slot next is not

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from device_models import FAMILY, OTHERS
+from engine_core import default_model
 from safetensors.torch import load_file, save_file
 
 from ringserve.config import ModelSource
@@ -131,6 +132,30 @@ def test_damaged_checkpoints_are_explained(tmp_path: Path, damage: str, line: st
             path = tmp_path / "nowhere"
     with pytest.raises(ModelError, match=line):
         load(path)
+
+
+def test_a_gguf_file_is_fused_from_the_host() -> None:
+    """The embedded model, which has tied heads."""
+    source = default_model()
+    weights = load_on_device(source, "bfloat16", CPU, lambda stage, part: None, lambda config: None)
+    assert weights.decoder is not None
+    model: Any = weights.loaded.model
+    qkv, head = weights.decoder.layers[5].qkv, weights.decoder.head
+    assert isinstance(qkv, PlainLinear)
+    assert isinstance(head, PlainLinear)
+    attention = model.model.layers[5].self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert torch.equal(qkv.weight, torch.cat([projection.weight for projection in projections]))
+    assert head.weight.data_ptr() == weights.decoder.embedding.data_ptr()
+
+
+def test_transformers_loader_puts_weights_on_a_device(tmp_path: Path) -> None:
+    """Its way by a device map, which needs accelerate."""
+    path = make_checkpoint(tmp_path, *OTHERS["gemma2"])
+    source = ModelSource(str(path), "directory", "m")
+    expected = by_transformers(path).model.state_dict()
+    loaded = load_model(source, "float32", lambda stage, part: None, device=CPU)
+    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in expected.items())
 
 
 def test_too_large_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ import pytest
 from context_model import Patterns
 from device_runners import VOCAB_SIZE, cpu_runner, device_runner, small_ready
 from engine_core import greedy
+from late_device import LateDevice
 from runner_core import RunnerCore
+from runner_steps import first_step
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.gpu.device_state import StateWidths
@@ -46,6 +48,27 @@ def test_greedy(enforce_eager: bool) -> None:
     assert core.max_in_flight == 2
     for i, prompt in prompts.items():
         assert core.results[i, 0].token_ids == PATTERNS.greedy(prompt, 4 + i)
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (1, 5), (2, 2), (3, 3)])
+def test_the_smallest_limits(slots: int, tokens: int) -> None:
+    """One slot, one token a step; sequences as long as they may be."""
+    ready = small_ready(num_pages=5, max_num_seqs=slots, max_tokens=tokens, max_len=19)
+    core = RunnerCore(device_runner(ready, PATTERNS), ready)
+    prompts = [prompt_of(length, length) for length in (17, 1, 6)]
+    core.run(greedy(i, prompt, 19 - len(prompt)) for i, prompt in enumerate(prompts))
+    for i, prompt in enumerate(prompts):
+        assert core.results[i, 0].token_ids == PATTERNS.greedy(prompt, 19 - len(prompt))
+
+
+def test_closing_waits_for_what_is_under_way() -> None:
+    ready, device = small_ready(), LateDevice()
+    runner = device_runner(ready, PATTERNS, device)
+    runner.submit(first_step([[5, 6, 7]]))
+    assert device.num_done < device.num_submitted
+    runner.close()
+    assert device.num_done == device.num_submitted
+    assert (runner.num_in_flight, runner.num_graphs) == (0, 0)
 
 
 def sampling_of(random: Random) -> dict[str, Any]:

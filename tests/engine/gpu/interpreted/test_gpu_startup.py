@@ -159,10 +159,9 @@ def test_eight_bits_everywhere(directory: Path) -> None:
 
 def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compact forward turns by other angles than the model."""
-    tables = rotary_tables
 
     def wrong(*arguments: Any) -> Any:
-        cos, sin = tables(*arguments)
+        cos, sin = rotary_tables(*arguments)
         return sin, cos
 
     monkeypatch.setattr(startup, "rotary_tables", wrong)
@@ -219,10 +218,23 @@ MEGABYTE = 1 << 20
 
 
 @pytest.mark.usefixtures("no_check", "no_warm_up")
+def test_a_swap_space_that_the_host_has_not(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The default is given up, one that was asked for is an error."""
+    device = SmallDevice(1 << 30, 1 << 30, 4 * MEGABYTE)
+    engine = start(checkpoint(directory, "one-layer"), device)
+    engine.runner.close()
+    assert engine.swap.num_host_pages == 0
+    assert "preempted sequences are not swapped: --swap-space" in caplog.text
+    with pytest.raises(ModelError, match="--swap-space 8388608 does not fit"):
+        start(checkpoint(directory, "one-layer"), device, swap_space=8 * MEGABYTE)
+    assert start(checkpoint(directory, "one-layer"), device, swap_space=MEGABYTE).swap.num_host_pages > 0
+
+
+@pytest.mark.usefixtures("no_check", "no_warm_up")
 def test_the_pool_gets_what_is_left(directory: Path) -> None:
     path = checkpoint(directory, "one-layer")
     device = SmallDevice(10 * MEGABYTE, 6 * MEGABYTE, 100 * MEGABYTE)
-    engine = start(path, device, kv_cache_memory=None, gpu_memory_utilization=0.5)
+    engine = start(path, device, kv_cache_memory=None, gpu_memory_utilization=0.5, swap_space=0)
     engine.runner.close()
     page = 2 * 2 * 16 * 16 * 4
     left = 5 * MEGABYTE - 4 * MEGABYTE
