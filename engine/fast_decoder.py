@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from ringserve.engine.decoder_weights import DecoderWeights, LayerWeights, Linear
 from ringserve.engine.kv_layout import KVDType
-from ringserve.kernels.cpu import decoder as k
+from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.attention_spans import state_bytes
+from ringserve.kernels.cpu.decoder import help_steps, plan_step, run_step
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
 from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
@@ -139,8 +140,8 @@ class FastDecoder:
         if num_threads > 1:  # compiled here, not by the thread that is needed
             stopped = np.zeros(8, np.int64)
             stopped[STOP // 8] = 1
-            k.help_steps(stopped.ctypes.data, 1, *self._fixed)
-        self._team = Team(num_threads, lambda header, thread: k.help_steps(header, thread, *self._fixed))
+            help_steps(stopped.ctypes.data, 1, *self._fixed)
+        self._team = Team(num_threads, lambda header, thread: help_steps(header, thread, *self._fixed))
 
     @property
     def num_threads(self) -> int:
@@ -176,14 +177,14 @@ class FastDecoder:
         rows = self._room_for_logits(len(wanted))
         step = self._step
         token_ids, segments = self._buffers["token_ids"], self._buffers["segments"]
-        k.plan_step(slots, counts, computed, ids, tables, token_ids, segments, step, self._sizes)
+        plan_step(slots, counts, computed, ids, tables, token_ids, segments, step, self._sizes)
         step[k.NUM_WANTED] = len(wanted)
         step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
         step[k.WANTED] = wanted.ctypes.data
         step[k.LOGITS], step[k.LD_LOGITS], step[k.BEST] = rows.ctypes.data, rows.shape[1], self._best.ctypes.data
         if step[k.SPANS]:
             step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
-        k.run_step(self._team.header, *self._fixed)
+        run_step(self._team.header, *self._fixed)
         return rows[: len(wanted), : self._shape.vocab_size]
 
     def best_tokens(self) -> NDArray[np.int64]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from ringserve.engine.fast_decoder import KV_STORAGE, FastDecoder
 from ringserve.engine.kv_layout import KVDType
-from ringserve.kernels.cpu import decoder as kernels
 from ringserve.kernels.cpu.compiled import is_kept
+from ringserve.kernels.cpu.decoder import run_step
 from ringserve.kernels.cpu.features import Level
 
 logger = logging.getLogger("ringserve.executor")
@@ -17,7 +17,7 @@ logger = logging.getLogger("ringserve.executor")
 
 def is_compiled(level: Level, kv_dtype: KVDType) -> bool:
     """Whether the kernels lie in a cache: whether their first call takes no time."""
-    return is_kept(kernels.run_step, level, KV_STORAGE[kv_dtype])
+    return is_kept(run_step, level, KV_STORAGE[kv_dtype])
 
 
 def compile_kernels(decoder: FastDecoder) -> None:

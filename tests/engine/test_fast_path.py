@@ -27,7 +27,7 @@ from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
-from ringserve.kernels.cpu import decoder as k
+from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
 from ringserve.messages import TokenizedRequest, unpack_i32
 
