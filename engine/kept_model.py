@@ -88,7 +88,7 @@ def _relevant(settings: ExecutorSettings) -> Any:
     plain = msgspec.to_builtins(settings)
     for name in ("log_level", "max_num_seqs", "max_num_batched_tokens"):
         del plain[name]
-    for name in ("threads", "kv_cache_memory"):
+    for name in ("threads", "kv_cache_memory", "swap_space"):
         del plain["config"][name]
     del plain["source"]["name"]  # what clients call it
     return plain

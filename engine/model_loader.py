@@ -28,6 +28,7 @@ from ringserve.engine.gguf_weights import GgufFile, is_plain_llama, llama_config
 from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import eos_ids, sampling_defaults, text_config
 from ringserve.engine.user_cache import user_cache as user_cache
+from ringserve.engine.weight_cache import source_identity
 from ringserve.messages import SamplingDefaults
 
 Progress = Callable[[str, float], None]
@@ -154,7 +155,7 @@ def read_config(path: Path) -> Any:
         raw = json.loads(file.read_text())
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read ({first_line(error)}); download it again") from error
     if raw.get("quantization_config") or raw.get("compression_config"):
         raise ModelError(
@@ -191,8 +192,7 @@ def _explain_load_failure(path: Path, config: Any, error: Exception) -> str:
 
 def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -> Path:
     """A directory with ``file``'s weights as safetensors; made once, kept under a key of the file's identity."""
-    stat = file.path.stat()
-    identity = f"{file.path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{dtype}"
+    identity = f"{source_identity(file.path)}:{dtype}"
     target = cache / "gguf" / f"{file.path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if target.is_dir():
         return target
@@ -204,8 +204,14 @@ def _convert_gguf(file: GgufFile, dtype: str, progress: Progress, cache: Path) -
     from transformers import AutoModelForCausalLM, GgufConfig
 
     progress(CONVERTING, 0.0)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    except OSError as error:
+        raise ModelError(
+            f"{file.path} is converted into {target.parent}, which cannot be written ({first_line(error)}); name "
+            "another directory with XDG_CACHE_HOME"
+        ) from error
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(

@@ -125,16 +125,25 @@ class WeightCache:
 
 def source_identity(path: Path) -> str:
     """What ``path`` (a GGUF file, or a directory in Hugging Face layout) holds, weights and configuration: names, sizes
-    and times of its files, links followed. Raises OSError.
+    and times of its files and of those that its index names, links followed. Raises OSError.
 
     The time of the last change of status is among them: a file that replaces another may have its size and, if it was
     copied with its times, its time of modification.
     """
     path.stat()
-    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    files = [path] if path.is_file() else sorted({*path.glob("*.safetensors"), *path.glob("*.json"), *_indexed(path)})
     # A link to nothing holds no weights: transformers reads the files that the index names.
     states = [(str(file.resolve()), file.stat()) for file in files if file.exists()]
     return json.dumps([[name, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for name, state in states])
+
+
+def _indexed(directory: Path) -> set[Path]:
+    """The files that the directory's index names, which may lie in other directories."""
+    try:
+        parts = json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values()
+        return {directory / str(part) for part in parts}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # none: the loader says so
+        return set()
 
 
 def _write(file: BinaryIO, key: str, arrays: Arrays) -> int:

@@ -181,6 +181,7 @@ def test_the_log_says_that_nothing_was_checked(home: Path, caplog: pytest.LogCap
     [
         {"config": {"threads": 2}},
         {"config": {"kv_cache_memory": 1 << 20}},
+        {"config": {"swap_space": 1 << 20}},
         {"max_num_seqs": 9},
         {"max_num_batched_tokens": 17},
         {"log_level": "debug"},
@@ -200,7 +201,7 @@ def test_every_other_setting_counts(home: Path) -> None:
     assert key == start_key(plain, "bfloat16", "files")
     assert key != start_key(plain, "float32", "files")
     assert key != start_key(plain, "bfloat16", "other files")
-    free = {"log_level", "max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory", "name"}
+    free = {"log_level", "max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory", "swap_space", "name"}
     changed = []
     for field in msgspec.structs.fields(plain):
         if field.name in ("config", "source"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,19 @@ def test_other_architectures_are_converted_once(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(weights[name], tensor) for name, tensor in second.model.state_dict().items())
     with pytest.raises(ModelError, match=r"pip install 'ringserve\[gguf\]'"):
         load(path, cache=tmp_path / "another")
+    # Another file of the same size that was copied with its times is another file.
+    before, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-4] + bytes(4))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ModelError, match=r"pip install 'ringserve\[gguf\]'"):
+        load(path, cache=cache)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot be written .* XDG_CACHE_HOME"):
+        load(path, cache=tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import struct
@@ -151,6 +152,32 @@ def test_identity_changes_with_the_files(tmp_path: Path) -> None:
     assert len({identity, touched, source_identity(model), source_identity(model / "a.safetensors")}) == 4
     with pytest.raises(OSError):
         source_identity(tmp_path / "config.json" / "none")
+
+
+def test_files_that_the_index_names_count(tmp_path: Path) -> None:
+    """They may lie in directories of their own, or be links there, or outside."""
+    model, outside = tmp_path / "model", tmp_path / "outside"
+    (model / "parts").mkdir(parents=True)
+    outside.mkdir()
+    (model / "linked").symlink_to(outside)
+    parts = [model / "parts" / "1.safetensors", outside / "2.safetensors", outside / "3.safetensors"]
+    names = ["parts/1.safetensors", "linked/2.safetensors", "../outside/3.safetensors"]
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    for part in parts:
+        part.write_bytes(b"12")
+    found = {source_identity(model)}
+    for part in parts:
+        part.write_bytes(b"34")
+        os.utime(part, (1000, 1000))
+        found.add(source_identity(model))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', "\0", "[" * 9000])
+def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
+    """Whoever loads it says so."""
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "index" in source_identity(tmp_path)
 
 
 def test_a_link_to_nothing_holds_no_weights(tmp_path: Path) -> None:

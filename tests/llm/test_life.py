@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import signal
 import subprocess
 import sys
 import threading
+import typing
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from ringserve.config import ExecutorConfig, LoggingConfig, ModelConfig, Schedul
 from ringserve.model_source import ModelNotFound
 from ringserve.offline.errors import EngineClosed, EngineDied, EngineStartError
 from ringserve.offline.progress_bar import BatchProgress
+from ringserve.options import options
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
@@ -257,7 +258,18 @@ def test_every_option_that_means_something_to_the_engine_is_offered() -> None:
     of_serving |= {"session_ttl", "session_pool_share"}
     groups = (ModelConfig, ExecutorConfig, SchedulerConfig, TransportConfig, LoggingConfig)
     names = {name for group in groups for name in group.__struct_fields__}
-    assert names - of_serving <= set(inspect.signature(LLM).parameters)
+    offered = typing.get_type_hints(LLM.__init__)
+    assert names - of_serving <= set(offered)
+    for option in options():  # and all of its values
+        if option.name in offered and option.choices:
+            found = {
+                value for part in (offered[option.name], *typing.get_args(offered[option.name])) for value in _of(part)
+            }
+            assert found == set(option.choices), option.name
+
+
+def _of(hint: object) -> tuple[object, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def test_importing_ringserve_is_cheap() -> None:
