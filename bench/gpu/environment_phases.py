@@ -28,14 +28,15 @@ PACKAGES = (
 )
 
 CASES = {
-    "casts": 2,
-    "decode": 140,
-    "far_decode": 14,
     "prefill": 140,
+    "decode": 140,
     "far_prefill": 14,
+    "far_decode": 14,
     "rope_kv_write": 140,
+    "casts": 2,
     "quantize": 2,
     "add_rms_norm": 60,
+    "head_rms_norm": 40,
     "silu_mul": 40,
     "page_copy": 40,
     "quantized_linear": 60,
@@ -43,9 +44,10 @@ CASES = {
     "sampling": 200,
     "logprobs": 80,
 }
-"""Cases of each family on a device, cut into parts of PART for as many processes as there are cores."""
+"""Cases of each family on a device, those first that take longest to compile, cut into parts of PART for as many
+processes as there are cores."""
 
-PART = 35
+PART = 20
 
 KERNEL_SECONDS = 135.0
 """Parts that are not done by then have failed; what the others found is reported."""

@@ -15,6 +15,7 @@ import pytest
 from ringserve.bench.gpu import environment_phases, startup_phase
 from ringserve.bench.gpu.device import Device
 from ringserve.bench.gpu_check import PHASES, TOTAL_SECONDS, Phase, _run_phase, _unpack
+from ringserve.bench.kernel_cases.run import FAMILIES
 
 
 def _check(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +65,10 @@ def test_parts_that_are_late_are_told(
     monkeypatch.setattr(module, seconds, 0.0)
     with pytest.raises(AssertionError, match=r"1 of 1 .* failed: .*not done"):
         getattr(module, check)(Device(dry=True))
+
+
+def test_every_family_of_kernels_is_checked_on_a_device() -> None:
+    assert set(environment_phases.CASES) == set(FAMILIES)
 
 
 def test_the_whole_ends_in_time() -> None:

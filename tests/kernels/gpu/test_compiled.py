@@ -21,6 +21,9 @@ from hot_launches import (
 )
 from triton.backends.compiler import GPUTarget
 
+from ringserve.bench.kernel_cases import decode as decode_cases
+from ringserve.bench.kernel_cases import linear as linear_cases
+from ringserve.bench.kernel_cases import prefill as prefill_cases
 from ringserve.bench.kernel_cases.run import run_family
 from ringserve.kernels.gpu import paged_decode, paged_prefill
 from ringserve.kernels.gpu.architecture import Architecture
@@ -215,4 +218,17 @@ def test_what_checks_the_kernels_compiles() -> None:
             before = len(compiled)
             run_family(family, "cpu", range(number))
             assert len(compiled) >= before + number, family
+    assert all(kernel.fits for kernel in compiled)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_what_checks_attention_on_a_device_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the cases take the configurations that serve, on long contexts too."""
+    target, architecture = TARGETS[name]
+    for module in (decode_cases, prefill_cases, linear_cases):
+        monkeypatch.setattr(module, "served_on", lambda device: architecture)
+    with compile_only(target, resources=False) as compiled:
+        for family in ("decode", "prefill", "quantized_linear"):
+            run_family(family, "cpu", range(5, 7))  # bfloat16, and float32 with the widest heads
+    assert len(compiled) >= 8
     assert all(kernel.fits for kernel in compiled)
