@@ -62,7 +62,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _work(log: list[Any]) -> Callable[[], None]:
-    return lambda: log.append(("work", torch.cuda.current_stream(None).name))
+    def work() -> None:
+        stream: Any = torch.cuda.current_stream(None)
+        log.append(("work", stream.name))
+
+    return work
 
 
 def test_work_runs_once_before_it_is_captured_on_the_same_stream(log: list[Any]) -> None:
