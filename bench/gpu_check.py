@@ -50,7 +50,7 @@ PHASES = (
     Phase("model", "model_phases", "check_model", 60),
     Phase("graphs", "model_phases", "check_graphs", 90),
     Phase("runner", "runner_phase", "check_runner", 60),
-    Phase("startup", "startup_phase", "check_startup", 90),
+    Phase("startup", "startup_phase", "check_startup", 100),
     Phase("decode_attention", "attention_phases", "measure_decode", 60),
     Phase("prefill_attention", "attention_phases", "measure_prefill", 60),
     Phase("model_speed", "model_phases", "measure_model", 120),

@@ -94,11 +94,14 @@ class CupyNamespace:
                 raise MemoryError(str(error)) from error
 
     def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        # Not cupyx.empty_pinned: its pool takes the next power of two, up to twice what was asked for.
+        cuda = self._cupy.cuda
         try:
-            pinned: np.ndarray[Any, Any] = import_module("cupyx").empty_pinned(num_bytes, dtype=np.uint8)
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            with cuda.Device(self._index):
+                memory = cuda.PinnedMemory(num_bytes)
+        except cuda.runtime.CUDARuntimeError as error:
             raise MemoryError(f"{num_bytes} bytes of pinned host memory: {error}") from error
-        return pinned
+        return np.ndarray((num_bytes,), dtype=np.uint8, buffer=cuda.PinnedMemoryPointer(memory, 0))
 
     def to_torch(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)

@@ -32,7 +32,7 @@ from ringserve.engine.array_namespace import ArrayNamespace
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.page_swaps import swap_space_too_large
-from ringserve.engine.transfer_lane import TransferLane
+from ringserve.engine.transfer_lane import TransferLane, upload
 from ringserve.kernels.page_copy import PageLayout
 
 NUM_STAGES = 2
@@ -154,7 +154,7 @@ class SwapPool:
         return stage
 
     def _ids(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int32).to(self._device, non_blocking=True)
+        return upload(torch.tensor(pages, dtype=torch.int32), self._device)
 
     def _to_host(self, rows: torch.Tensor, host_pages: Sequence[int]) -> None:
         for target, source in _runs(host_pages):

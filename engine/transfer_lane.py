@@ -31,6 +31,17 @@ class TransferLane(Protocol):
         """The host waits until all transfers have ended: for measurements."""
 
 
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on ``device``, without waiting: compute that is submitted later finds it there.
+
+    Always from pinned memory: a copy out of pageable memory may wait for all that the device has still to do. torch
+    gives the pinned memory to nobody before the copy is done.
+    """
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class ImmediateLane:
     """For CPUs: a transfer is over when it was submitted."""
 

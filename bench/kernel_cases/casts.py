@@ -31,7 +31,8 @@ def check_casts(seed: int, device: str) -> Outcome:
     expected = x.to(torch.bfloat16)
     same = (
         torch.equal(rounded.cpu(), expected)
-        and torch.allclose(product.cpu(), expected.float() @ expected.float(), rtol=1e-5, atol=1e-5)
+        # Matrix units drop bits below 2**-23 of the largest product; bfloat16 read wrongly is off by 1e-2 and more.
+        and torch.allclose(product.cpu(), expected.float() @ expected.float(), rtol=1e-5, atol=1e-4)
         and integers.tolist() == [3 * i for i in range(16)]
     )
     return Outcome(0.0 if same else float("nan"), 0.0, "bfloat16")

@@ -7,8 +7,10 @@ from random import Random
 import torch
 
 from ringserve.bench.kernel_cases.outcome import Outcome, relative_error
+from ringserve.bench.kernel_cases.paged_world import served_on
 from ringserve.kernels.gpu.kv_format import KVFormat
 from ringserve.kernels.gpu.quantized_linear import (
+    CONFIGS,
     LinearConfig,
     linear_scratch,
     quantize_weight,
@@ -27,6 +29,9 @@ def check_quantized_linear(seed: int, device: str) -> Outcome:
     rows, outputs = random.choice([1, 2, 16, 17, 64]), random.choice([16, 40, 64, 130])
     inputs, splits = random.choice([32, 100, 256, 576]), random.choice([1, 1, 2, 8])
     config = LinearConfig(random.choice([32, 64]), random.choice([64, 128]), 4, 2)
+    served = served_on(device)
+    if served is not None:
+        config, inputs = CONFIGS[served], random.choice([inputs, 2048])
     codes, scales = quantize_weight(torch.randn(outputs, inputs, generator=generator), kind)
     x = torch.full((rows, inputs + 8), torch.nan, dtype=dtype)
     x[:, :inputs] = torch.randn(rows, inputs, generator=generator)

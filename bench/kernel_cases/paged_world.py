@@ -9,12 +9,21 @@ from random import Random
 import torch
 
 from ringserve.bench.kernel_cases.outcome import FAST_EXP_TOLERANCE, FEW_KEYS, SOFTCAP_TOLERANCE, TOLERANCE
+from ringserve.kernels.gpu.architecture import Architecture, architecture_of
 from ringserve.kernels.gpu.kv_format import KVFormat, dequantize_reference, quantize_reference
 from ringserve.kernels.paged_attention_reference import paged_attention_reference
 from ringserve.kernels.paged_batch import PagedBatch
 
+LONG = (700, 1500, 2050)
+"""Contexts of a device's cases beside the short ones that the interpreter has time for: many tiles, all splits."""
+
 NO_PAGE = 2**31 - 1
 """Fills block tables beyond a sequence's pages: read, it is far outside the pool."""
+
+
+def served_on(device: str) -> Architecture | None:
+    """Whose configurations are checked: on a device those that serve there, in the interpreter (None) small ones."""
+    return None if device == "cpu" else architecture_of(torch.cuda.get_device_capability(device)[0])
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,33 @@ from random import Random
 import torch
 
 from ringserve.bench.kernel_cases.outcome import Outcome, relative_error
-from ringserve.bench.kernel_cases.paged_world import FORMATS, make_world, random_shape
-from ringserve.kernels.gpu.paged_prefill import PrefillBlocks, PrefillConfig, paged_prefill, prefill_blocks
+from ringserve.bench.kernel_cases.paged_world import FORMATS, LONG, make_world, random_shape, served_on
+from ringserve.kernels.gpu.paged_prefill import (
+    PrefillBlocks,
+    PrefillConfig,
+    paged_prefill,
+    prefill_blocks,
+    prefill_config,
+)
 
 
 def check_prefill(seed: int, device: str, far: bool = False) -> Outcome:
     """Chunks with and without a prefix, sequences without a query, padding blocks."""
     random = Random(seed)
     dtype, kind = FORMATS[seed % len(FORMATS)]
+    served = served_on(device)
     sizes = []
     for _ in range(random.choice([1, 1, 2, 3])):
-        queries = random.choice([0, 1, 2, 5, 16, 17, 24])
-        sizes.append((queries + random.choice([0, 0, 1, 15, 16, 40, 63]), queries))
+        queries = random.choice([0, 1, 2, 5, 16, 17, 24, *((300,) if served is not None else ())])
+        prefixes = [0, 0, 1, 15, 16, 40, 63, *(LONG if served is not None else ())]
+        sizes.append((queries + random.choice(prefixes), queries))
     shape = random_shape(random, dtype, kind, sizes)
     # In few blocks: the interpreter takes its time for each.
     block_m = max(32, random.choice([32, 64, 128]), 16 if shape.group <= 4 else 64)
     config = PrefillConfig(block_m=block_m, block_n=random.choice([32, 64, 64]), num_warps=4, num_stages=2)
     world = make_world(shape, random, device, far)
+    if served is not None:
+        config = prefill_config(served, world.k_pages, shape.value_dim)
     expected, magnitude = world.expected()
     blocks = prefill_blocks(shape.query_lens, config.rows_per_block(shape.group))
     blocks = prefill_blocks(

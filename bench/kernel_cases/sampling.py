@@ -213,8 +213,8 @@ def _judge(logits: NDArray[np.float32], processed: NDArray[np.float32], token: i
 @triton.jit
 def _words(counter_ptr, seed_ptr, word_ptr, uniform_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
-    counters = [tl.load(counter_ptr + i * 3 + j) for j in tl.static_range(3)]
-    word = philox_word(counters[0], counters[1], counters[2], tl.load(seed_ptr + i))
+    counters = counter_ptr + i * 3
+    word = philox_word(tl.load(counters), tl.load(counters + 1), tl.load(counters + 2), tl.load(seed_ptr + i))
     tl.store(word_ptr + i, word.to(tl.int32, bitcast=True))
     tl.store(uniform_ptr + i, uniform(word))
 

@@ -153,8 +153,14 @@ class CudaDevice:
         if not self._graphs:  # a pool whose graphs are all gone must not be used again
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
+                work()
+        except RuntimeError as error:
+            # Ending a capture that has failed may fail in its turn: what failed first is told.
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay

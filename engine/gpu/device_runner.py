@@ -67,7 +67,7 @@ class RunnerLimits:
         return StepSizes(
             num_slots=self.max_num_seqs,
             num_rows=self.max_num_seqs,
-            max_pages=-(-self.max_model_len // self.page_size),
+            max_len=self.max_model_len,
             page_size=self.page_size,
             max_tokens=self.max_num_batched_tokens,
             vocab_size=self.vocab_size,

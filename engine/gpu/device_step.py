@@ -30,12 +30,17 @@ class StepSizes:
     num_slots: int
     num_rows: int
     """The most that a step may have, with padding."""
-    max_pages: int
-    """Of a block table."""
+    max_len: int
+    """Tokens of a sequence: no position is beyond."""
     page_size: int
     max_tokens: int
     """Of a step."""
     vocab_size: int
+
+    @property
+    def max_pages(self) -> int:
+        """Of a block table."""
+        return -(-self.max_len // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class DeviceStep:
         never have been used."""
         sizes = self._sizes
         first = 1 if sizes.num_rows > 1 and num_tokens > 1 else 0
-        longest = min(num_tokens - first, sizes.max_pages * sizes.page_size)
+        longest = min(num_tokens - first, sizes.max_len)  # tables of angles end there
         lens = [longest] * min((num_tokens - first) // longest, sizes.num_rows - first)
         total = sum(lens)
         self.pad_rows()

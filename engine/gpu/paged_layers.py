@@ -11,6 +11,7 @@ import torch
 from ringserve.engine.gpu.device import Device
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool
+from ringserve.engine.transfer_lane import upload
 from ringserve.kernels.gpu.paged_decode import DecodeScratch, choose_splits, decode_config, paged_decode
 from ringserve.kernels.gpu.paged_prefill import PrefillBlocks, paged_prefill, prefill_blocks, prefill_config
 
@@ -28,15 +29,9 @@ class StepBlocks:
         blocks = self._made.get(rows_per_block)
         if blocks is None:
             host = prefill_blocks(self._chunk_lens, rows_per_block)
-            blocks = PrefillBlocks(self._to_device(host.sequences), self._to_device(host.offsets))
+            blocks = PrefillBlocks(upload(host.sequences, self._device), upload(host.offsets, self._device))
             self._made[rows_per_block] = blocks
         return blocks
-
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return host.to(self._device)
-        # From pinned memory, so that nothing waits; torch gives it to nobody before the copy is done.
-        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 class PagedLayers:

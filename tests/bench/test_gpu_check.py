@@ -8,10 +8,14 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from ringserve.bench.gpu import environment_phases, startup_phase
+from ringserve.bench.gpu.device import Device
 from ringserve.bench.gpu_check import PHASES, TOTAL_SECONDS, Phase, _run_phase, _unpack
+from ringserve.bench.kernel_cases.run import FAMILIES
 
 
 def _check(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +50,25 @@ def test_hangs_and_crashes_end_a_phase_alone() -> None:
     broken = _run_phase(Phase("no such phase", "", "", 0), True, 60, environment)
     assert broken["passed"] is False
     assert "status 2" in str(broken["error"])
+
+
+@pytest.mark.parametrize(
+    ("module", "seconds", "check"),
+    [(environment_phases, "KERNEL_SECONDS", "check_kernels"), (startup_phase, "SECONDS", "check_startup")],
+)
+def test_parts_that_are_late_are_told(
+    module: ModuleType, seconds: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A phase knows its own deadline, so that what its other parts found is not lost with it."""
+    (phase,) = [phase for phase in PHASES if phase.function == check]
+    assert getattr(module, seconds) <= phase.seconds - 15
+    monkeypatch.setattr(module, seconds, 0.0)
+    with pytest.raises(AssertionError, match=r"1 of 1 .* failed: .*not done"):
+        getattr(module, check)(Device(dry=True))
+
+
+def test_every_family_of_kernels_is_checked_on_a_device() -> None:
+    assert set(environment_phases.CASES) == set(FAMILIES)
 
 
 def test_the_whole_ends_in_time() -> None:

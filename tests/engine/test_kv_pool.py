@@ -135,8 +135,21 @@ class _FakeCupy(ModuleType):
                 raise OutOfMemoryError("out of memory")
             return NumpyNamespace().allocate(size, dtype)
 
+        class CUDARuntimeError(RuntimeError):
+            pass
+
+        class PinnedMemory:
+            def __init__(self, size: int) -> None:
+                if size > limit:
+                    raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+                fake.taken += size
+                self.memory = bytearray(size)
+
         self.empty = empty
         self.cuda = SimpleNamespace(
+            PinnedMemory=PinnedMemory,
+            PinnedMemoryPointer=lambda memory, offset: memoryview(memory.memory)[offset:],
+            runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
             Device=lambda index: nullcontext(),
             MemoryPool=MemoryPool,
             using_allocator=using_allocator,
@@ -154,3 +167,16 @@ def test_cupy_memory_comes_from_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert int(array[3]) == 17
     with pytest.raises(MemoryError, match="out of memory"):
         namespace.allocate(1 << 20, np.dtype(np.int64))
+
+
+def test_pinned_memory_is_as_much_as_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's own pool of it would take the next power of two."""
+    fake = _FakeCupy(limit=1 << 20)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    namespace = CupyNamespace()
+    array = namespace.allocate_host((1 << 19) + 1)
+    assert fake.taken == array.nbytes == (1 << 19) + 1
+    torch.from_numpy(array)[7] = 9
+    assert array[7] == 9
+    with pytest.raises(MemoryError, match="bytes of pinned host memory"):
+        namespace.allocate_host((1 << 20) + 1)

@@ -38,6 +38,9 @@ GFX942 = GPUTarget("hip", "gfx942", 64)
 SHARED_MEMORY: dict[int | str, int] = {80: 166_912, 90: 232_448, 100: 232_448, "gfx942": 65_536}
 """Bytes that one block may have."""
 
+TENSOR_MEMORY = 512
+"""Columns that one block of sm_100 may have."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -54,10 +57,16 @@ class Compiled:
     variant: str
     """Equal for launches of the same code."""
 
+    tensor_memory: int
+    """Columns."""
+    scratch: int
+    """Bytes of the device's memory that a launch asks its caller for."""
+
     @property
     def fits(self) -> bool:
-        """Whether the target has so much shared memory."""
-        return self.shared <= SHARED_MEMORY[self.target.arch]
+        """Whether the target has so much shared and tensor memory; no launcher here has scratch to give."""
+        shared_fits = self.shared <= SHARED_MEMORY[self.target.arch]
+        return shared_fits and self.tensor_memory <= TENSOR_MEMORY and self.scratch == 0
 
     def buffers(self, rows: int, columns: int) -> list[int]:
         """How many buffers each pipelined load of such a tile has, either way round, from the compiler's own code."""
@@ -134,6 +143,8 @@ def compile_only(target: GPUTarget, *, resources: bool = True) -> Iterator[list[
                 asm=kernel.asm,
                 shared=kernel.metadata.shared,
                 variant=kernel.hash,
+                tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+                scratch=getattr(kernel.metadata, "global_scratch_size", None) or 0,
                 **dict(zip(("registers", "stack"), _resources(kernel, target) if resources else (0, 0), strict=True)),
             )
         )

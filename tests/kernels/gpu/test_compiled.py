@@ -21,6 +21,10 @@ from hot_launches import (
 )
 from triton.backends.compiler import GPUTarget
 
+from ringserve.bench.kernel_cases import decode as decode_cases
+from ringserve.bench.kernel_cases import linear as linear_cases
+from ringserve.bench.kernel_cases import prefill as prefill_cases
+from ringserve.bench.kernel_cases.run import run_family
 from ringserve.kernels.gpu import paged_decode, paged_prefill
 from ringserve.kernels.gpu.architecture import Architecture
 from ringserve.kernels.gpu.kv_format import KVFormat
@@ -200,3 +204,31 @@ def test_serving_compiles_nothing_twice() -> None:
         "_linear_runs": 1,
         "_add_runs": 1,
     }
+
+
+CHECKED = {"casts": 1, "philox": 1, "quantize": 2, "sampling": 2, "logprobs": 1, "rope_kv_write": 2, "page_copy": 1}
+"""Families of ``kernel_cases`` with kernels or sizes of their own; the others launch what is compiled above."""
+
+
+def test_what_checks_the_kernels_compiles() -> None:
+    """The interpreter runs Python that the compiler does not take; a GPU's first sight of a kernel must not be its
+    last. Nothing is computed, so the cases' verdicts mean nothing."""
+    with compile_only(SM_90, resources=False) as compiled:
+        for family, number in CHECKED.items():
+            before = len(compiled)
+            run_family(family, "cpu", range(number))
+            assert len(compiled) >= before + number, family
+    assert all(kernel.fits for kernel in compiled)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_what_checks_attention_on_a_device_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the cases take the configurations that serve, on long contexts too."""
+    target, architecture = TARGETS[name]
+    for module in (decode_cases, prefill_cases, linear_cases):
+        monkeypatch.setattr(module, "served_on", lambda device: architecture)
+    with compile_only(target, resources=False) as compiled:
+        for family in ("decode", "prefill", "quantized_linear"):
+            run_family(family, "cpu", range(5, 7))  # bfloat16, and float32 with the widest heads
+    assert len(compiled) >= 8
+    assert all(kernel.fits for kernel in compiled)

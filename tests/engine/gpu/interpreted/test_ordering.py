@@ -157,6 +157,26 @@ def test_the_host_waits_for_nothing_while_it_submits() -> None:
     assert len(unpack_i32(runner.collect().slots)) == 2
 
 
+class _Positions:
+    """Remembers where tokens were said to be."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        self.highest = max(self.highest, int(inputs.positions.max()))
+        assert int(inputs.positions.min()) >= 0
+        return torch.zeros(len(inputs.token_ids if inputs.wanted is None else inputs.wanted), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("max_len", [13, 16, 63])
+def test_the_warm_up_stays_inside_the_longest_sequence(max_len: int) -> None:
+    """Models have angles and embeddings for so many positions; a GPU does not check what it reads behind them."""
+    model = _Positions()
+    DeviceRunner(model, HostDevice(), limits_of(small_ready(max_len=max_len, max_tokens=70)), [2]).warm_up()
+    assert model.highest == max_len - 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_in_parts_is_the_same_step(seed: int) -> None:
     """Each part has no more tokens that ask than allowed; together they are the step."""
