@@ -63,8 +63,9 @@ def build_cpu_engine(
     dtype = resolve_dtype(settings.dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device.name)
     model = _model(settings, dtype, kv_dtype, page_size, threads, progress)
+    page_bytes = bytes_per_page(model.layers, page_size, kv_dtype)
     budget = plan_kv(
-        bytes_per_page=bytes_per_page(model.layers, page_size, kv_dtype),
+        bytes_per_page=page_bytes,
         page_size=page_size,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,
@@ -77,7 +78,8 @@ def build_cpu_engine(
     max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
     # No step has more tokens than all sequences together.
     step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
-    swap_space = choose_swap_space(config.swap_space, device.swap_space, free_memory())
+    left = max(0, free_memory() - budget.num_pages * page_bytes)  # both come from the same memory
+    swap_space = choose_swap_space(config.swap_space, device.swap_space, left)
     swap_pool: SwapPool | None = None
     forward: Forward
     if isinstance(model.path, FastModel) and not swap_space:

@@ -20,7 +20,8 @@ before the step of its message:
   token that a step in flight draws is not computed yet, and comes with its result, before the sequence may resume.
 * The KV pages are given away at once: whoever gets them writes in the step of this message or later.
 * A plan may come to nothing (nobody can advance) and be thrown away with its message: what was to go out then goes
-  with the next message, before which nobody has written either.
+  with the next message, before which nobody has written either. If the same sequence resumes by then, its pages go
+  out and come back with that one.
 * In one message all that goes out comes before all that comes in: something may come into a page that is swapped out
   by the same message. So a host page must not be given away by the plan that reads it: those of resumed sequences are
   freed when the message is made (``take``).

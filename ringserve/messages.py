@@ -401,8 +401,8 @@ class PageSwaps(Part, frozen=True):
     """Pages that go to the host's swap space, and pages that come back; all columns int32.
 
     Done before the step is: first everything that goes out, entry by entry, then everything that comes in. A page that
-    goes out may be among the step's ``new_pages``, or be one that something comes into; no host page is both written
-    to and read.
+    goes out may be among the step's ``new_pages``, or be one that something comes into. What comes in may have gone out
+    with this very message.
     """
 
     out_pages: bytes

@@ -134,7 +134,7 @@ def _default_text(option: Option) -> str:
 
 
 def _metavar(option: Option) -> str:
-    if option.name.endswith(("_price", "_share")):
+    if option.name.endswith(("_price", "_share", "_utilization")):
         return "NUMBER"
     if option.name.endswith("_ms"):
         return "MILLISECONDS"

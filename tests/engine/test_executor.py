@@ -19,6 +19,7 @@ from step_planner import GREEDY
 
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
+from ringserve.engine import cpu_startup
 from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.start_stages import COMPILING
@@ -352,3 +353,14 @@ def test_swap_space(llama: Path, kv_pages: int) -> None:
     message = failure(llama, swap_space=page - 1)
     assert message == f"--swap-space {page - 1} holds no KV page ({page} bytes); set at least that, or 0 to do without"
     assert "does not fit into the host's memory" in failure(llama, swap_space=1 << 60)
+
+
+def test_swap_space_and_kv_cache_come_from_the_same_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone would fit."""
+    megabyte = 1 << 20
+    monkeypatch.setattr(cpu_startup, "free_memory", lambda: 100 * megabyte)
+    neighbours = Neighbours()
+    executor(llama, neighbours, swap_space=39 * megabyte, kv_cache_memory=60 * megabyte).startup()
+    assert neighbours.sent[-1].num_host_pages > 0
+    message = failure(llama, swap_space=41 * megabyte, kv_cache_memory=60 * megabyte)
+    assert message.startswith(f"--swap-space {41 * megabyte} does not fit into the host's memory")

@@ -101,6 +101,16 @@ def test_what_goes_out_goes_before_what_comes_in() -> None:
     assert numbers(pool) == [3, 4, 2, 1]
 
 
+def test_what_goes_out_may_come_back_with_the_same_message() -> None:
+    """Also through more than one stage, in another order, and beside pages that went out before."""
+    pool = pool_of(200)
+    swap_pool = swap_pool_of(pool, 200 * PAGE)
+    apply_swaps(swap_pool, step([200], [0], [], []))
+    out, host = list(range(1, 151)), list(range(1, 151))
+    apply_swaps(swap_pool, step(out, host, [*range(151, 0, -1)], [*range(151)]))
+    assert numbers(pool) == [*range(150, 0, -1), 200, *range(152, 201)]
+
+
 def test_messages_that_do_not_fit_raise() -> None:
     apply_swaps(None, SchedulerOutput(7, (), b"", b"", b"", b"", b""))
     with pytest.raises(RuntimeError, match=r"step 7: .* no swap space"):

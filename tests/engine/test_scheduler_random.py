@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ALL_CHOICES, ResumedChoice, ServiceTargets, TokenizedRequest, pack_i32
+from ringserve.messages import ALL_CHOICES, ResumedChoice, ServiceTargets, SessionRef, TokenizedRequest, pack_i32
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -35,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_itl_ms=st.sampled_from([0.0, 1e-6]),
         num_host_pages=st.sampled_from([40, 40, 12, 3, 0]),
         swap_bytes_per_second=st.sampled_from([1e30, 1e30, 3e12]),
+        session_share=st.sampled_from([0.5, 1.0, 0.1]),
     )
     def start(
         self,
@@ -54,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_itl_ms: float,
         num_host_pages: int,
         swap_bytes_per_second: float,
+        session_share: float,
     ) -> None:
         if tight:  # slots and budget enough, pages not
             page_size, num_pages, max_num_seqs, budget = 4, 10 + num_pages % 8, 4 + max_num_seqs, 8 + budget
@@ -69,6 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_resume_steps=resume_steps,
             queue_timeout=patience,
             target_itl_ms=target_itl_ms,
+            session_pool_share=session_share,
+            session_ttl=1e-6,
         )
         self.engine = Engine(ready, max_steps_in_flight, config)
         self.requests: dict[int, TokenizedRequest] = {}
@@ -92,6 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1, -1, 5]),
         tenant=st.sampled_from(["", "a", "b"]),
         due_in=st.sampled_from([0, 0, 5, 50, 10**6]),
+        session=st.sampled_from([None, None, "talk", "chat"]),
+        goes_on=st.booleans(),
     )
     def add(
         self,
@@ -111,13 +118,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         tenant: str,
         due_in: int,
+        session: str | None,
+        goes_on: bool,
     ) -> None:
         request_id = len(self.requests) + (1 << 48)
         # Mostly short ones, so that several run and grow; some that cannot fit.
         num_prompt_tokens = 1 + int(prompt_fraction**3 * self.engine.max_model_len)
+        ref = SessionRef("key", session) if session is not None else None
+        said = self.said(ref) if goes_on else b""
 
         def build(resumed: tuple[ResumedChoice, ...]) -> TokenizedRequest:
-            return make_request(
+            request = make_request(
                 request_id,
                 num_prompt_tokens,
                 max_tokens,
@@ -135,10 +146,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 targets=ServiceTargets(self.engine.now_ns + due_in if due_in else 0),
             )
+            return msgspec.structs.replace(request, prompt_token_ids=said + request.prompt_token_ids, session=ref)
 
         request = build(())
+        length = len(request.prompt_token_ids) // 4
         resumed = []
-        if num_prompt_tokens < self.engine.max_model_len:
+        if length < self.engine.max_model_len:
             for choice, fraction in enumerate(resumed_fractions[:n]):
                 tokens, reason, _ = run_alone(request, choice, self.engine.max_model_len)
                 if fraction is None:
@@ -148,12 +161,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                     resumed.append(ResumedChoice(choice, pack_i32(tokens[: int(fraction * len(tokens))]), 0))
         request = build(tuple(resumed))
         refused = self.engine.add(request)
-        assert (refused is not None) == (num_prompt_tokens >= self.engine.max_model_len)
+        assert (refused is not None) == (length >= self.engine.max_model_len)
         if refused is None:
             self.requests[request_id] = request
             if fails < 3:
                 self.engine.executor.fail_at[request.sampling.seed, 0] = fails
                 self.failing.add((request_id, 0))
+
+    def said(self, ref: SessionRef | None) -> bytes:
+        """What the latest turn of a session that is over has come to."""
+        for request in reversed(self.requests.values()):
+            first = self.engine.choices.get((request.request_id, 0))
+            if ref is not None and request.session == ref and first is not None and first.finishes:
+                before = b"".join(choice.token_ids for choice in request.resumed if choice.choice == 0)
+                return request.prompt_token_ids + before + pack_i32(first.tokens)
+        return b""
+
+    @rule(session=st.sampled_from(["talk", "chat"]))
+    def drop_session(self, session: str) -> None:
+        self.engine.scheduler.drop_session(SessionRef("key", session), self.engine.now_ns)
 
     @rule(size=st.integers(2, 6), num_prompt_tokens=st.integers(1, 12), max_tokens=st.integers(20, 60))
     def crowd(self, size: int, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -218,6 +244,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.engine.run()
         self.engine.check_empty()
+        if not self.aborted and not self.failing:  # else some of what was lost is never asked for again
+            assert self.engine.scheduler.stats().preempted_tokens == self.engine.executor.recomputed_tokens
         late = {refused.request_id for refused in self.engine.refusals}
         for request in self.requests.values():
             if request.request_id in late:

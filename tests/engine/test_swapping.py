@@ -317,3 +317,21 @@ def test_a_step_with_swaps_says_nothing_of_how_long_steps_take() -> None:
     with_swaps = sum(step.swaps is not None for step in engine.steps)
     assert with_swaps > 2
     assert len(observed) == len(engine.steps) - with_swaps
+
+
+def test_who_goes_in_vain_comes_back_with_the_same_message() -> None:
+    """It finds no page for its next token beside one whose last is just being drawn: a plan that comes to nothing. With
+    the next one it is alone, so that its pages go out and come back at once."""
+    ready = executor_ready(page_size=4, num_pages=6, num_host_pages=6)
+    engine = Engine(ready, config=SchedulerConfig(enable_prefix_caching=False))
+    requests = [make_request(1, 4, 9), make_request(2, 4, 15)]
+    for request in requests:
+        engine.add(request)
+    engine.run()
+    (swaps,) = [step.swaps for step in engine.steps if step.swaps is not None]
+    assert len(swaps.out_host_pages) == 4 * 3
+    assert swaps.in_host_pages == swaps.out_host_pages
+    assert engine.scheduler.stats().preempted_tokens == 0
+    for request in requests:
+        engine.check_alone(request)
+    engine.check_empty()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from ringserve.config import ServeConfig
-from ringserve.options import OptionError, build_config, options, parse_size, read_file, reference
+from ringserve.options import OptionError, add_arguments, build_config, options, parse_size, read_file, reference
 
 
 def test_nothing_given_is_the_declared_default() -> None:
@@ -104,3 +105,13 @@ def test_names_are_unique_and_every_option_has_help() -> None:
 def test_the_written_reference_is_up_to_date() -> None:
     written = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert reference() in written, "run: python -m ringserve.options > docs/configuration.md"
+
+
+def test_help_calls_seconds_what_is_seconds() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    timed = {action.dest: action.metavar == "SECONDS" for action in parser._actions}
+    floats = [option for option in options() if option.type is float]
+    assert len(floats) > 8
+    for option in floats:
+        assert timed[option.name] == ("econds" in option.help), option.flag

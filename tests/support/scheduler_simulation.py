@@ -172,8 +172,14 @@ class FakeExecutor:
         """By (page, position in it)."""
         self.host_memory: dict[int, dict[int, int]] = {}
         self.pages_out = self.pages_in = 0
+        self.tokens_in = 0
+        """In the pages that came back from the host."""
         self.next_step_id = 0
         self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        """Of them, those that were computed for the same sequence before."""
+        self.most_computed: dict[tuple[int, int], int] = {}
+        """(seed, choice): tokens computed of it so far."""
         self.cached_tokens = 0
         self.spans: list[tuple[int, int]] = []
         """(tokens computed before, tokens of the step) of the last step's rows."""
@@ -198,8 +204,13 @@ class FakeExecutor:
             assert new.slot not in self.slots, "a slot that was not freed is given to another sequence"
             self.slots[new.slot] = Slot(new, list(unpack_i32(new.token_ids)), new.num_computed_tokens)
         self._take_pages(step, rows)
+        came_back = set(unpack_i32(step.swaps.in_pages).tolist()) if step.swaps is not None else set()
         for new in step.new_sequences:
             self._check_cached(self.slots[new.slot])
+            places = [i for i, page in enumerate(self.slots[new.slot].pages) if page in came_back]
+            if places:
+                assert places == list(range(places[0], places[-1] + 1))
+                self.tokens_in += new.num_computed_tokens - places[0] * self.page_size
         sampled: list[tuple[int, int, LogprobColumns]] = []
         failed: list[tuple[int, str]] = []
         prompt_logprobs: list[SlotPromptLogprobs] = []
@@ -315,6 +326,10 @@ class FakeExecutor:
             assert page not in others, "a page that others hold is written to"
             self.memory[page, position % self.page_size] = slot.tokens[position]
         self.computed_tokens += end - slot.num_computed
+        name = slot.sequence.sampling.seed, slot.sequence.choice
+        before = self.most_computed.get(name, 0)
+        self.recomputed_tokens += max(0, min(before, end) - slot.num_computed)
+        self.most_computed[name] = max(before, end)
         slot.num_computed = end
 
     @staticmethod
@@ -445,6 +460,8 @@ class Engine:
         assert stats.num_free_pages == stats.num_pages == self.ready.num_pages
         assert (stats.num_swapped_pages, stats.num_host_pages) == (0, self.ready.num_host_pages)
         assert (stats.swapped_out_pages, stats.swapped_in_pages) == (self.executor.pages_out, self.executor.pages_in)
+        assert stats.swapped_in_tokens == self.executor.tokens_in
+        assert stats.num_computed_tokens == self.executor.computed_tokens
         assert (stats.num_running, stats.num_waiting, self.scheduler.num_requests) == (0, 0, 0)
         assert self.scheduler.num_free_slots == self.ready.max_num_seqs
 

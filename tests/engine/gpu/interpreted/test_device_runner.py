@@ -175,6 +175,31 @@ def test_sequences_that_are_swapped_go_on_as_they_would_have() -> None:
     assert stats.swapped_in_tokens > 0
 
 
+def test_anything_that_may_be_asked_for_of_swapped_sequences() -> None:
+    """Thrown out by more urgent ones and for want of pages, beside what the prefix cache finds: equal to the CPU's
+    runner with pages for all."""
+    random = Random(40)
+    requests = [
+        msgspec.structs.replace(request_of(i, random), priority=-i % 4, max_tokens=12, resumed=()) for i in range(8)
+    ]
+    plenty = small_ready(num_pages=200)
+    tight = msgspec.structs.replace(small_ready(num_pages=16, max_num_seqs=4), num_host_pages=40)
+    config = SchedulerConfig(scheduling_policy="priority", priority_aging=0, preemption_resume_steps=0)
+    free_of_charge = SwapCosts(bytes_per_page=1, bytes_per_second=1e30, seconds_per_swap=0.0)
+    device = RunnerCore(device_runner(tight, PATTERNS), tight, config, free_of_charge)
+    for request in requests:
+        device.add(request)
+        for _ in range(random.randrange(4)):
+            device.turn()
+    device.run()
+    cpu = RunnerCore(cpu_runner(plenty, PATTERNS), plenty)
+    cpu.run(requests)
+    assert_same(device, cpu)
+    stats = device.scheduler.stats()
+    assert stats.swapped_in_pages > 3
+    assert stats.num_swapped_pages == 0
+
+
 def test_requests_that_are_aborted_leave_nothing_behind() -> None:
     """Slots and pages are given away while steps of their former owners are under way."""
     ready = small_ready(num_pages=30, max_num_seqs=3)
