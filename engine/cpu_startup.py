@@ -64,6 +64,14 @@ def build_cpu_engine(
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device.name)
     model = _model(settings, dtype, kv_dtype, page_size, threads, progress)
     page_bytes = bytes_per_page(model.layers, page_size, kv_dtype)
+    free_bytes = free_memory()
+    if config.kv_cache_memory is not None and config.kv_cache_memory > free_bytes:
+        logger.warning(
+            "--kv-cache-memory %d is more than the %d bytes that are free: the system may end the server once the KV "
+            "cache fills",
+            config.kv_cache_memory,
+            free_bytes,
+        )
     budget = plan_kv(
         bytes_per_page=page_bytes,
         page_size=page_size,
@@ -71,7 +79,7 @@ def build_cpu_engine(
         max_model_len=model.max_model_len,
         max_model_len_asked=settings.max_model_len is not None,
         kv_cache_memory=config.kv_cache_memory,
-        free_bytes=free_memory(),
+        free_bytes=free_bytes,
     )
     if budget.note is not None:
         logger.warning("%s", budget.note)

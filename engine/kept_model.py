@@ -141,7 +141,6 @@ def store_record(directory: Path, record: CheckedModel) -> None:
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-        _clean(directory)
     except OSError as error:
         logger.warning(
             "that the model passed its check cannot be kept in %s (%s): every start will check it; make room there, or "
@@ -149,6 +148,8 @@ def store_record(directory: Path, record: CheckedModel) -> None:
             directory,
             first_line(error),
         )
+        return
+    _clean(directory)
 
 
 def _path(directory: Path, key: str) -> Path:
@@ -156,9 +157,13 @@ def _path(directory: Path, key: str) -> Path:
 
 
 def _clean(directory: Path) -> None:
-    found = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
-    for path in found[:-MAX_RECORDS]:
-        path.unlink(missing_ok=True)
+    found = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # another start may be cleaning too
+            found.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(found)[:-MAX_RECORDS]:
+        with contextlib.suppress(OSError):  # or it is another user's
+            path.unlink()
 
 
 def unpacked_arrays(weights: DecoderWeights) -> dict[str, NDArray[Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import save_tiny_model
 
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine import executor_startup
@@ -60,3 +62,24 @@ def test_what_a_gpu_cannot_serve_goes_to_the_cpu_unless_a_gpu_was_asked_for(
             with pytest.raises(ModelError, match=str(error)):
                 build_engine(settings, 1, 1, lambda stage, part: None)
     assert prepared == [1]
+
+
+@pytest.mark.parametrize("asked", [None, 1 << 20, 1 << 22])
+def test_a_kv_cache_beyond_what_is_free_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: int | None
+) -> None:
+    """Memory that was promised and is not there is met only as the pages fill."""
+    from ringserve.engine import cpu_startup
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_startup, "free_memory", lambda: 1 << 21)
+    settings = ExecutorSettings(
+        source=ModelSource(str(save_tiny_model(tmp_path / "model")), "directory", "m"),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=None,
+        config=ExecutorConfig(device="cpu", kv_cache_memory=asked),
+    )
+    build_engine(settings, 1, 1, lambda stage, part: None).runner.close()
+    assert ("--kv-cache-memory 4194304 is more than the 2097152 bytes" in caplog.text) == (asked == 1 << 22)

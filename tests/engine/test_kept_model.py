@@ -392,8 +392,11 @@ def test_a_cache_that_cannot_be_written_is_said(
     assert "XDG_CACHE_HOME" in caplog.text
 
 
-def test_records_do_not_pile_up(home: Path) -> None:
+def test_records_do_not_pile_up(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = kept_file(home, ".checked")
+    (file.parent / "gone.checked").symlink_to(file.parent / "gone")  # another start was faster
+    (file.parent / "other.checked").mkdir()  # somebody else's, which cannot be removed
+    os.utime(file.parent / "other.checked", (1, 1))
     settings = settings_of(home)
     identity = KeptWeights("none", (home / "model").resolve(), None).identity
     record = load_record(file.parent, start_key(settings, "bfloat16", identity))
@@ -403,7 +406,8 @@ def test_records_do_not_pile_up(home: Path) -> None:
         os.utime(kept_model._path(file.parent, str(number)), (1000 + number, 1000 + number))
     os.utime(file)
     store_record(file.parent, msgspec.structs.replace(record, key="newest"))
-    assert len(list(file.parent.glob("*.checked"))) == MAX_RECORDS
+    assert len([path for path in file.parent.glob("*.checked") if path.is_file()]) == MAX_RECORDS
+    assert caplog.text == ""
     assert file.exists()
     assert load_record(file.parent, "newest") is not None
     assert load_record(file.parent, "0") is None
