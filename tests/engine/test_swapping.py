@@ -179,7 +179,7 @@ def test_tokens_are_computed_again_or_come_back() -> None:
     stats = some.scheduler.stats()
     assert 0 < stats.swapped_in_tokens < lost
     assert stats.preempted_tokens + stats.swapped_in_tokens == lost  # the same steps otherwise
-    assert stats.preempted_tokens == some.executor.computed_tokens - 8 * 139
+    assert stats.preempted_tokens == some.executor.computed_tokens - 8 * 139 == some.executor.recomputed_tokens
 
 
 def test_a_full_swap_space_and_a_slow_bus_mean_computing_again() -> None:
