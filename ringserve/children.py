@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import signal
+import threading
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Children:
         self._children: list[Child] = []
         self._decoder = msgspec.msgpack.Decoder(SupervisorInbound)
         self._failure: str | None = None
+        self._dropping = threading.Lock()
+        """An exiting interpreter closes while a daemon thread may see the same end: a descriptor is closed once."""
 
     def start(self, role: Role, wiring: Wiring, log_level: str) -> None:
         """Start one more."""
@@ -129,14 +132,18 @@ class Children:
         for child in self._children:
             _kill(child.process)
             child.process.close()
-            child.reports.close()
+            self._drop_reports(child)
         self._children.clear()
+
+    def _drop_reports(self, child: Child) -> None:
+        with self._dropping:
+            child.reports.close()
 
     def _read_report(self, child: Child, on_progress: Callable[[str, float], None]) -> None:
         try:
             report = self._decoder.decode(child.reports.recv_bytes())
         except EOFError:
-            child.reports.close()
+            self._drop_reports(child)
             return
         match report:
             case Progress(stage, fraction):
