@@ -15,6 +15,7 @@ from ringserve.bench.gpu.random_decoder import decoder_on, random_weights
 from ringserve.config import SchedulerConfig
 from ringserve.engine.gpu.decoder_weights import DecoderWeights
 from ringserve.engine.gpu.device_runner import DeviceRunner, RunnerLimits
+from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.swap_space import SwapCosts
@@ -63,8 +64,8 @@ def _run(
     device: Device,
 ) -> Run:
     """All requests, two steps in flight."""
-    name = "float32" if dtype == torch.float32 else "bfloat16"
-    model, pool = decoder_on(weights, sizes.num_pages, PAGE, name, sizes.max_len, sizes.slots, device)  # type: ignore[arg-type]
+    name: KVDType = "float32" if dtype == torch.float32 else "bfloat16"
+    model, pool = decoder_on(weights, sizes.num_pages, PAGE, name, sizes.max_len, sizes.slots, device)
     swap_pool = None
     if sizes.num_host_pages:
         lane = device.transfer_lane()

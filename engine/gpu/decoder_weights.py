@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -128,7 +128,7 @@ def quantise_decoder(
 
 def rotary_tables(model: nn.Module, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 cos and sin ``[positions, head_dim / 2]`` of a model of the family."""
-    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
+    rotary = cast(Any, model).model.rotary_emb
     angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * rotary.inv_freq.float()[None]
     return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
 
