@@ -55,6 +55,7 @@ PARTS = {
     "norm": "norms",
     "pick": "norms",
     "quantise": "norms",
+    "rescore": "output layer",
 }
 
 
@@ -135,8 +136,9 @@ class _TimedForward:
         times = self._decoder.operation_times()
         # The clock's ticks are scaled by the call's time: preparing the step, some microseconds, is part of it.
         total = sum(ticks for _, _, ticks in times)
+        output_layer = max(index for kind, index, _ in times if kind == "linear")
         for kind, index, ticks in times:
-            part = "output layer" if index == len(times) - 1 else PARTS[kind]
+            part = "output layer" if index == output_layer else PARTS[kind]
             self.seconds[part] += ticks / total * elapsed
         return logits
 

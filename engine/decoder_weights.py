@@ -115,4 +115,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: NDArray[np.float32]
     head: Linear
+    exact_head: NDArray[np.uint16] | None
+    """bfloat16 [vocab_size, hidden]: the output layer's weights beside quantised ones. A tied model's embedding."""
     rotary: Rotary

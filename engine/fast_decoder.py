@@ -106,6 +106,8 @@ class FastDecoder:
         count = 3 + 10 * shape.layers if self._int8 else 3 + 9 * shape.layers
         if self._int8 and not self._heads_are_groups:
             count += shape.layers
+        if weights.exact_head is not None:
+            count += 1
         self._operations = np.zeros((count, k.FIELDS), np.int64)
         self._records = aligned_zeros((count * RECORD,), np.uint8)
         attention = scratch_bytes_int8 if kv == k.KV_INT8 else scratch_bytes
@@ -190,7 +192,9 @@ class FastDecoder:
     def best_tokens(self) -> NDArray[np.int64]:
         """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
         rows = int(self._step[k.NUM_WANTED])
-        return key_columns(self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0))
+        keys = self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0)
+        columns: NDArray[np.int64] = key_columns(keys)
+        return columns
 
     def set_windows(self, windows: list[int]) -> None:
         """Other sliding windows, for a check that must see them at work."""
@@ -272,6 +276,17 @@ class FastDecoder:
             **maker.packed_output("normed", weights.head),
         )
         maker.add(k.LINEAR, GROUP=HEAD_GROUP, ROWS_OF=k.WANTED_ROWS, **maker.layer(weights.head, "normed"))
+        if weights.exact_head is not None:
+            maker.add(
+                k.RESCORE,
+                WEIGHT=weights.norm.ctypes.data,
+                EXACT_WEIGHT=weights.exact_head.ctypes.data,
+                BIAS=weights.head.bias.ctypes.data,
+                COLUMNS=weights.head.n,
+                GROUP=HEAD_GROUP,
+                ROWS_OF=k.WANTED_ROWS,
+                **maker.plain_input("x"),
+            )
         assert maker.count == len(self._operations)
 
     def _add_layer(self, maker: _Operations, index: int, layer: LayerWeights) -> None:

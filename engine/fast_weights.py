@@ -60,12 +60,16 @@ def decoder_weights(
         )
         progress((index + 1) / (shape.layers + 1))
     rotary = inner.rotary_emb
+    embedding = _bits(inner.embed_tokens.weight)
+    head = pack(_stacked("head", (causal.lm_head,)))
+    tied = causal.lm_head.weight is inner.embed_tokens.weight
     return DecoderWeights(
         shape=shape,
-        embedding=_bits(inner.embed_tokens.weight),
+        embedding=embedding,
         layers=tuple(layers),
         norm=_floats(inner.norm.weight),
-        head=pack(_stacked("head", (causal.lm_head,))),
+        head=head,
+        exact_head=None if not head.int8 else embedding if tied else _bits(causal.lm_head.weight),
         rotary=Rotary(_floats(rotary.inv_freq), float(rotary.attention_scaling)),
     )
 

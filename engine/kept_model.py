@@ -173,6 +173,8 @@ def unpacked_arrays(weights: DecoderWeights) -> dict[str, NDArray[Any]]:
         "norm": weights.norm,
         "rotary": weights.rotary.frequencies,
     }
+    if weights.exact_head is not None and weights.exact_head is not weights.embedding:
+        arrays["exact_head"] = weights.exact_head
     for index, layer in enumerate(weights.layers):
         prefix = f"layers.{index}."
         arrays |= {prefix + "input_norm": layer.input_norm, prefix + "mlp_norm": layer.mlp_norm}
@@ -204,11 +206,13 @@ def restored_weights(entry: Entry, record: CheckedModel) -> DecoderWeights:
                 down=restored(arrays, prefix + "down", shape.hidden, shape.intermediate),
             )
         )
+    head = restored(arrays, "head", shape.vocab_size, shape.hidden)
     return DecoderWeights(
         shape=shape,
         embedding=arrays["embedding"],
         layers=tuple(layers),
         norm=arrays["norm"],
-        head=restored(arrays, "head", shape.vocab_size, shape.hidden),
+        head=head,
+        exact_head=arrays.get("exact_head", arrays["embedding"]) if head.int8 else None,
         rotary=Rotary(arrays["rotary"], record.rotary_scaling),
     )

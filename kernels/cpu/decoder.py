@@ -23,6 +23,7 @@ from ringserve.kernels.cpu.decoder_fields import (
     COLUMNS,
     EMBED,
     EMBED_ROWS,
+    EXACT_WEIGHT,
     FACTORS,
     FORMAT,
     GATE_UP,
@@ -50,6 +51,7 @@ from ringserve.kernels.cpu.decoder_fields import (
     PANELS,
     PICK,
     QUANTISE,
+    RESCORE,
     ROTATE,
     ROWS_OF,
     SCALES,
@@ -75,6 +77,7 @@ from ringserve.kernels.cpu.linear_int8 import int8_block
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.quantize import quantize_row
+from ringserve.kernels.cpu.rescore import rescore_row
 from ringserve.kernels.cpu.row_best import best_key
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
 from ringserve.kernels.cpu.vector import load_bfloat16, store, write_i64
@@ -98,6 +101,8 @@ def _tiles(op: Any, step: Any, sizes: Any) -> Any:
         return _blocks(rows, NORM_ROWS)
     if kind in (LINEAR, GATE_UP):
         return _blocks(op[PANELS], op[GROUP])
+    if kind == RESCORE:
+        return rows
     if kind == ROTATE:
         return 0 if step[SINGLE] else step[NUM_SEGMENTS]
     if kind == MERGE:
@@ -174,6 +179,16 @@ def _linear(level: Any, op: Any, step: Any, tile: int) -> None:
 
 
 @compiled
+def _rescore(op: Any, step: Any, sizes: Any, eps: Any, row: int, scratch: int) -> None:
+    hidden, token = sizes[HIDDEN], np.int64(load_i32(step[WANTED] + 4 * row))
+    rms_norm(op[INPUT] + 4 * token * op[LD_INPUT], op[WEIGHT], hidden, eps, scratch)
+    logits, best = step[LOGITS] + 4 * row * step[LD_LOGITS], step[BEST] + 8 * row
+    rescore_row(
+        scratch, op[EXACT_WEIGHT], op[BIAS], hidden, logits, op[COLUMNS], op[GROUP] * PANEL, best, step[NUM_WANTED]
+    )
+
+
+@compiled
 def _gate_up(level: Any, op: Any, step: Any, tile: int, scratch: int) -> None:
     """Panels 2i (gate) and 2i + 1 (up) of the same columns."""
     rows = step[NUM_TOKENS]
@@ -216,6 +231,8 @@ def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
         _embed(op, step, sizes, tile)
     elif kind == QUANTISE:
         _quantise(op, step, tile)
+    elif kind == RESCORE:
+        _rescore(op, step, sizes, eps, tile, scratch)
     else:
         _norm(op, step, sizes, eps, tile, scratch)
 

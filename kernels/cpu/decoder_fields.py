@@ -15,6 +15,7 @@ they end in ``_BYTES``. Activations between operations lie in buffers that the o
     MERGE    y = attention, from the spans' states
     QUANTISE y = x as int8 with scales (after operations that produce their output in pieces)
     PICK     y = rms_norm(x[row]) for the rows whose logits are wanted
+    RESCORE  the largest logits of those rows, computed anew from x[row] (``rescore``); after an output layer in int8
 
 A segment is at most ``SEGMENT`` neighbouring tokens of one sequence, cut at multiples of that number: int64
 [first token of the step, first position, tokens, address of the block table (int32)].
@@ -30,18 +31,18 @@ from typing import Final
 from ringserve.kernels.cpu.attention_spans import SPAN
 
 # Kinds of operations.
-EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK, MERGE = range(9)
-KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantise", "pick", "merge")
+EMBED, NORM, LINEAR, GATE_UP, ROTATE, ATTEND, QUANTISE, PICK, MERGE, RESCORE = range(10)
+KIND_NAMES = ("embed", "norm", "linear", "gate_up", "rotate", "attend", "quantise", "pick", "merge", "rescore")
 
 # Columns of an operation.
 KIND, INPUT, LD_INPUT, OUTPUT, LD_OUTPUT, WEIGHT, BIAS, K_PAD, COLUMNS, PANELS, GROUP, ADD, ROWS_OF = range(13)
 KEYS, VALUES, WINDOW, Q_NORM, K_NORM, QUERIES = range(13, 19)
 FORMAT, SCALES, LD_SCALES, WEIGHT_SCALES, FACTORS = range(19, 24)
-KEY_SCALES, VALUE_SCALES = range(24, 26)
-FIELDS = 26
+KEY_SCALES, VALUE_SCALES, EXACT_WEIGHT = range(24, 27)
+FIELDS = 27
 
 # FORMAT: of a linear layer's weights and input; SCALES: of that input, or of what an operation writes. FACTORS: of the
-# layer that reads what an operation writes.
+# layer that reads what an operation writes. EXACT_WEIGHT: of RESCORE, the output layer's in bfloat16, row after row.
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2
 
 # How keys and values are stored; see the top of this file.

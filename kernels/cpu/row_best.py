@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
-from numpy.typing import NDArray
+from numba.extending import intrinsic, register_jitable
 
 from ringserve.kernels.cpu import llvm
 from ringserve.kernels.cpu.llvm import I32, I64, V16F32, V16I32
@@ -27,8 +25,9 @@ _INFINITY_BITS = 0x7F800000
 _LOWEST = -0x80000000
 
 
-def key_columns(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The columns of keys."""
+@register_jitable  # type: ignore[untyped-decorator]
+def key_columns(keys: Any) -> Any:
+    """The columns of keys: int64, a number or an array."""
     return _COLUMNS - (keys & _COLUMNS)
 
 
