@@ -21,22 +21,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ringserve.messages import (
-    RINGS,
-    EngineStats,
-    GenerateRequest,
-    ModelRunnerOutput,
-    OutputParams,
-    SamplingParams,
-    SchedulerOutput,
-    StepTimes,
-    TextOutputs,
-    TextPrompt,
-    TokenizedRequest,
-    TokenOutputs,
-    pack_i32,
-    pack_u64,
-)
+from ringserve.messages.columns import pack_i32, pack_u64
+from ringserve.messages.prompts import TextPrompt
+from ringserve.messages.requests import GenerateRequest, OutputParams, TokenizedRequest
+from ringserve.messages.rings import RINGS
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
+from ringserve.messages.text_outputs import TextOutputs
+from ringserve.messages.token_outputs import TokenOutputs
 from ringserve.process_signals import HELD_SIGNALS
 from ringserve.shm import (
     Consumer,

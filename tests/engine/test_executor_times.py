@@ -7,7 +7,7 @@ from scheduler_simulation import make_request
 from timed_engine import TimedEngine
 
 from ringserve.engine.executor_times import ExecutorTimes
-from ringserve.messages import ModelRunnerOutput
+from ringserve.messages.steps import ModelRunnerOutput
 
 
 def result(received: int, started: int, sent: int) -> ModelRunnerOutput:

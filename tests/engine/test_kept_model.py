@@ -31,7 +31,8 @@ from ringserve.engine.kept_weights import KERNELS, PACKING_MODULES, KeptWeights,
 from ringserve.engine.ready_engine import Engine
 from ringserve.engine.weight_cache import WeightCache
 from ringserve.kernels.source_digest import source_digest
-from ringserve.messages import NewSequence, SchedulerOutput, pack_i32, unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 
 def make_settings(path: Path, **changes: Any) -> ExecutorSettings:
@@ -242,7 +243,8 @@ def test_the_code_the_libraries_and_the_processor_count(
     missing_with(kept_model, "FORMAT", 99)
     missing_with(sys, "version", "3.99")
     missing_with(kept_model, "processor", lambda: "another")
-    directories = [Path(ringserve.__file__).parent, Path(kept_model.__file__).parent, KERNELS, KERNELS / "cpu"]
+    package = Path(ringserve.__file__).parent
+    directories = [package, package / "messages", Path(kept_model.__file__).parent, KERNELS, KERNELS / "cpu"]
     assert [path.resolve() for path in kept_model.SOURCES] == [path.resolve() for path in directories]
     for changed in kept_model.SOURCES:
         assert list(changed.glob("*.py"))
@@ -251,6 +253,26 @@ def test_the_code_the_libraries_and_the_processor_count(
             "source_digest",
             lambda path, changed=changed: b"other code" if path == changed else source_digest(path),
         )
+
+
+def test_no_directory_of_a_starts_code_is_forgotten() -> None:
+    """Whatever a start on CPUs may import of this project, at whatever depth, is in the key."""
+    package = Path(ringserve.__file__).parent
+    found = {package / "__init__.py"}  # what it names is imported when somebody asks for it
+    waiting = [package / "engine" / "cpu_startup.py"]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ringserve":
+                module = package.joinpath(*(node.module or "").split(".")[1:])
+                paths = [module.with_suffix(".py"), module / "__init__.py"]
+                paths += [module / f"{alias.name}.py" for alias in node.names]
+                waiting += [path for path in paths if path.exists()]
+    assert {"fast_decoder.py", "cpu_loading.py", "kept_model.py", "sampling.py"} <= {file.name for file in found}
+    assert {file.parent.resolve() for file in found} <= {path.resolve() for path in kept_model.SOURCES}
 
 
 def test_the_models_files_count(own_home: Path, is_recalled: Callable[[ExecutorSettings], bool]) -> None:

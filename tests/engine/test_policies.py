@@ -13,7 +13,8 @@ from scheduler_simulation import Engine, executor_ready, make_request
 from ringserve.config import SchedulerConfig, parse_tenant_weights
 from ringserve.engine.policy_fair import MAX_ACCOUNTS, FairPolicy
 from ringserve.engine.sequence import Request, Sequence
-from ringserve.messages import ServiceTargets, TokenizedRequest, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import ServiceTargets, TokenizedRequest
 
 SECOND = 10**9
 

@@ -8,7 +8,8 @@ import pytest
 from scheduler_simulation import Engine, executor_ready, make_request
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ResumedChoice, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ResumedChoice, TokenizedRequest
 
 WITHOUT = SchedulerConfig(enable_prefix_caching=False)
 

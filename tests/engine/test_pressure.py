@@ -8,7 +8,7 @@ import pytest
 from scheduler_simulation import Engine, executor_ready, make_request
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import unpack_i32
+from ringserve.messages.columns import unpack_i32
 
 
 def engine_of(ready: dict[str, int], **config: object) -> Engine:

@@ -12,15 +12,10 @@ from scheduler_simulation import (
     run_alone,
 )
 
-from ringserve.messages import (
-    LogprobColumns,
-    ModelRunnerOutput,
-    ResumedChoice,
-    SchedulerOutput,
-    pack_i32,
-    unpack_f32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, unpack_f32, unpack_i32
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.requests import ResumedChoice
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 
 def rows(step: SchedulerOutput | None) -> dict[int, int]:

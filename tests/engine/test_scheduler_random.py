@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ALL_CHOICES, ResumedChoice, ServiceTargets, SessionRef, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ALL_CHOICES, ResumedChoice, ServiceTargets, TokenizedRequest
+from ringserve.messages.sessions import SessionRef
 
 
 class SchedulerMachine(RuleBasedStateMachine):

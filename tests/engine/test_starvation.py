@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scheduler_simulation import Engine, executor_ready, make_request
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ServiceTargets
+from ringserve.messages.requests import ServiceTargets
 
 AGING_NS = 1000
 DEFAULT_DEADLINE_NS = 5000

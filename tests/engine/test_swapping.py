@@ -17,7 +17,9 @@ from ringserve.engine.step_time import GUESS, StepTimeModel
 from ringserve.engine.swap_space import SwapCosts, SwapSpace
 from ringserve.engine.swapping import Swapping
 from ringserve.engine.wait_prediction import WaitPredictor
-from ringserve.messages import NewSequence, PageSwaps, SessionRef, pack_i32, unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.sessions import SessionRef
+from ringserve.messages.steps import NewSequence, PageSwaps
 
 PAGE_SIZE = 4
 FREE_OF_CHARGE = SwapCosts(bytes_per_page=1000, bytes_per_second=1e30, seconds_per_swap=0.0)

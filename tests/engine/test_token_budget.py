@@ -14,7 +14,8 @@ from timed_engine import COSTS, SECOND, TimedEngine
 
 from ringserve.engine.prompt_chunks import SMALLEST_CHUNK, PromptChunks
 from ringserve.engine.step_time import StepCosts, StepShape
-from ringserve.messages import ServiceTargets, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import ServiceTargets
 
 LONG = 4000
 

@@ -26,34 +26,23 @@ from tokenizer_world import (
 )
 
 from ringserve.engine.prompt_encoder import PromptEncoder
-from ringserve.messages import (
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_i32
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.logprobs import LogprobColumns, PromptLogprobs
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from ringserve.messages.requests import (
     Abort,
-    ChatPrompt,
-    CheckIntegrity,
-    DetokenizeRequest,
-    DetokenizeResult,
     FinishReason,
     GenerateRequest,
-    IntegrityReport,
-    LoadProgress,
-    LogprobColumns,
     OutputParams,
-    Prompt,
-    PromptLogprobs,
     RequestRefused,
     ResumedChoice,
-    SamplingParams,
-    Started,
-    TextOutputs,
-    TextPrompt,
     TokenizedRequest,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenPrompt,
-    pack_f32,
-    pack_i32,
-    unpack_i32,
 )
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.startup import LoadProgress, Started
+from ringserve.messages.text_outputs import TextOutputs
+from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
 
 SECOND = 1 << 48
 """Request ids of the second frontend begin here."""

@@ -17,33 +17,14 @@ from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
 from ringserve.engine.swap_space import SwapCosts
-from ringserve.messages import (
-    NO_TARGETS,
-    ExecutorReady,
-    LogprobColumns,
-    ModelRunnerOutput,
-    NewSequence,
-    PageSwaps,
-    PromptLogprobs,
-    RequestRefused,
-    ResumedChoice,
-    SamplingDefaults,
-    SamplingParams,
-    SchedulerOutput,
-    SequenceFinish,
-    SequenceStart,
-    ServiceTargets,
-    SlotPromptLogprobs,
-    StepTimes,
-    TokenizedRequest,
-    TokenOutputs,
-    pack_f32,
-    pack_i32,
-    pack_u64,
-    unpack_f32,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import pack_f32, pack_i32, pack_u64, unpack_f32, unpack_i32, unpack_u64
+from ringserve.messages.logprobs import LogprobColumns, PromptLogprobs, SlotPromptLogprobs
+from ringserve.messages.requests import NO_TARGETS, RequestRefused, ResumedChoice, ServiceTargets, TokenizedRequest
+from ringserve.messages.sampling import SamplingDefaults, SamplingParams
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import StepTimes
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, PageSwaps, SchedulerOutput
+from ringserve.messages.token_outputs import SequenceFinish, SequenceStart, TokenOutputs
 
 VOCAB_SIZE = 40
 EOS = (1, 2)

@@ -15,7 +15,7 @@ from scheduler_simulation import Engine, executor_ready
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.step_time import StepCosts, StepShape
-from ringserve.messages import RequestRefused, TokenizedRequest
+from ringserve.messages.requests import RequestRefused, TokenizedRequest
 
 SECOND = 10**9
 COSTS = StepCosts(
