@@ -6,14 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scheduler_simulation import (
-    Collected,
-    FakeExecutor,
-    collect,
-    executor_ready,
-    make_request,
-    run_alone,
-)
+from scheduler_simulation import Collected, FakeExecutor, collect, executor_ready, make_request, run_alone
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import SchedulerConfig, SchedulerSettings

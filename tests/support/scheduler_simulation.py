@@ -128,6 +128,12 @@ def run_alone(request: TokenizedRequest, choice: int, max_model_len: int) -> tup
             return generated, "length", None
 
 
+def first_stop(request_id: int, num_prompt_tokens: int, token_ids: tuple[int, ...] = EOS) -> int:
+    """Number of tokens that the request generates up to and including the first of these."""
+    tokens, _, _ = run_alone(make_request(request_id, num_prompt_tokens, 400), 0, 512)
+    return next(i for i, token in enumerate(tokens) if token in token_ids) + 1
+
+
 def position_logprob(history: list[int]) -> float:
     """Stands for the log probability of the last token of ``history``."""
     return -float(zlib.crc32(pack_i32(history)) % 1000)
