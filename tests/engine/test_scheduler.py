@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import (
-    EOS,
-    Engine,
-    executor_ready,
-    make_request,
-    position_logprob,
-    run_alone,
-)
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import EOS, position_logprob, run_alone
 
 from ringserve.messages import (
     LogprobColumns,
