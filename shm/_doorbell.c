@@ -15,18 +15,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-int bell_check(const Bell *bell) {
-    if (bell->page == NULL) {
-        PyErr_SetString(errors.channel_closed, "the doorbell is closed");
-        return -1;
-    }
-    if (bell->generation != fork_generation()) {
-        PyErr_SetString(errors.forked_use, "the doorbell was attached by another process");
-        return -1;
-    }
-    return 0;
-}
-
 static void write_event(Bell *bell) {
     const uint64_t one = 1;
     ssize_t written;

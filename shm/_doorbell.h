@@ -5,7 +5,18 @@
 #include "_ring.h"
 
 /* 0, or -1 with an exception: closed here, or inherited by fork. */
-int bell_check(const Bell *bell);
+static inline int bell_check(const Bell *bell) {
+    if (bell->page == NULL) {
+        PyErr_SetString(errors.channel_closed, "the doorbell is closed");
+        return -1;
+    }
+    if (bell->generation != fork_generation()) {
+        PyErr_SetString(errors.forked_use, "the doorbell was attached by another process");
+        return -1;
+    }
+    return 0;
+}
+
 /* Empty the eventfd, which counts as a wake-up if it was rung. Whether it was. */
 bool bell_read_event(Bell *bell);
 
