@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import make_request
+from scheduler_inputs import make_request
 from timed_engine import TimedEngine
 
 from ringserve.engine.executor_times import ExecutorTimes

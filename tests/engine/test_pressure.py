@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
 from ringserve.messages.columns import unpack_i32

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import EOS, Engine, executor_ready, first_stop, make_request
+from scheduler_inputs import executor_ready, first_stop, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import EOS
 
 from ringserve.messages.columns import unpack_i32
 from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput

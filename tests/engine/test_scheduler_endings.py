@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import EOS, Engine, executor_ready, first_stop, make_request, run_alone
+from scheduler_inputs import executor_ready, first_stop, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import EOS, run_alone
 
 from ringserve.messages.columns import pack_i32
 from ringserve.messages.steps import ModelRunnerOutput

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request, position_logprob
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import position_logprob
 
 from ringserve.messages.columns import pack_i32, unpack_f32, unpack_i32
 from ringserve.messages.logprobs import LogprobColumns

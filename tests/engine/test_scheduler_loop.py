@@ -6,7 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from scheduler_simulation import Collected, FakeExecutor, collect, executor_ready, make_request, run_alone
+from collected_outputs import Collected, collect
+from fake_executor import FakeExecutor
+from scheduler_inputs import executor_ready, make_request
+from simulated_tokens import run_alone
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import SchedulerConfig, SchedulerSettings

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request, run_alone
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import run_alone
 
 
 def outgrow(engine: Engine) -> None:

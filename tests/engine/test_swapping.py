@@ -6,7 +6,9 @@ from random import Random
 
 import msgspec
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request, run_alone
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import run_alone
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.kv_manager import KVManager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_simulation import make_request
+from scheduler_inputs import make_request
 from timed_engine import COSTS, SECOND, TimedEngine
 
 from ringserve.engine.prompt_chunks import SMALLEST_CHUNK, PromptChunks

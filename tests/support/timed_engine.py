@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-from scheduler_simulation import Engine, executor_ready
+from scheduler_inputs import executor_ready
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.step_time import StepCosts, StepShape
