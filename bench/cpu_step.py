@@ -41,7 +41,9 @@ from ringserve.engine.slot_table import SlotTable
 from ringserve.kernels.cpu.features import host_level, level_name
 from ringserve.kernels.cpu.roofs import bfloat16_rate, read_bandwidth
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
-from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 from ringserve.model_source import resolve_model
 
 PAGE_SIZE = 64

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringserve.bench.ipc_links import LINKS, ChannelSpec, Unframer, UnixSpec, ZmqSpec, framed, unix_link
+from ringserve.bench.ipc_channel import ChannelSpec
+from ringserve.bench.ipc_links import LINKS
 from ringserve.bench.ipc_messages import Answerer, Pin, Probe, Stamp, Stop, decode, encode, payload, pin_all_threads
 from ringserve.bench.ipc_pair import BURST
+from ringserve.bench.ipc_unix import Unframer, UnixSpec, framed, unix_link
+from ringserve.bench.ipc_zmq import ZmqSpec
 from ringserve.process_signals import HELD_SIGNALS
 from ringserve.shm import ChannelClosed, Consumer, Doorbell, Producer
 from ringserve.spawn import ChildProcess

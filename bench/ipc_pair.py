@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from ringserve.bench.ipc_links import LINKS, EndSpec
+from ringserve.bench.ipc_ends import EndSpec
+from ringserve.bench.ipc_links import LINKS
 from ringserve.bench.ipc_messages import (
     Answerer,
     Pin,

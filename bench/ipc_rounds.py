@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from ringserve.bench import ipc_engine, ipc_loop
+from ringserve.bench.ipc_handlers import NAMES, Content, without_transport_us
 from ringserve.bench.ipc_messages import pin_all_threads
 from ringserve.bench.ipc_pair import Pair, Throughput, median, percentile
 from ringserve.bench.ipc_results import Bound, Idle, Latency, Placement, Rate, Results, with_ratios
@@ -171,7 +172,7 @@ class Measurement:
     def _engine(self) -> None:
         plan = self._plan
         pin_all_threads(self._cpus)
-        contents: tuple[ipc_engine.Content, ...] = ("small", "engine")
+        contents: tuple[Content, ...] = ("small", "engine")
         names = [name for name in ipc_engine.available() if name in plan.transports]
         for content in contents:
             paths: list[ipc_engine.Path] = []
@@ -181,7 +182,7 @@ class Measurement:
                     paths[-1].round_trips(WARM_UP, 1)
                 for number in range(plan.rounds):
                     self._on_step(f"round {number + 1}: six hops, {content} messages")
-                    self._codec_us[content].append(ipc_engine.without_transport_us(content, plan.samples))
+                    self._codec_us[content].append(without_transport_us(content, plan.samples))
                     for path in self._shuffled(paths):
                         key: Key = (content, "unpinned", 0, path.transport)
                         times, _, _ = path.round_trips(plan.samples, 1)
@@ -236,7 +237,7 @@ class Measurement:
             )
 
     def _bounds(self) -> Iterator[Bound]:
-        at_once = min(len(self._cpus), len(ipc_engine.NAMES))
+        at_once = min(len(self._cpus), len(NAMES))
         for family, rounds in self._codec_us.items():
             cpu_us = median(rounds)
             yield Bound(

@@ -27,7 +27,11 @@ from ringserve.config import ExecutorConfig, ExecutorSettings
 from ringserve.engine.executor import Executor
 from ringserve.engine.prefix_sharing import PrefixSharing
 from ringserve.engine.scheduler import Scheduler
-from ringserve.messages import ExecutorReady, ModelRunnerOutput, SamplingParams, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.steps import ModelRunnerOutput
 from ringserve.model_source import resolve_model
 
 P = ParamSpec("P")

@@ -30,16 +30,11 @@ from ringserve.bench.machine import describe
 from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import pack_token_outputs
-from ringserve.messages import (
-    ExecutorReady,
-    ModelRunnerOutput,
-    SamplingDefaults,
-    SamplingParams,
-    SchedulerOutput,
-    TokenizedRequest,
-    pack_i32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.requests import TokenizedRequest
+from ringserve.messages.sampling import SamplingDefaults, SamplingParams
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 POLICIES = ("fcfs", "priority", "deadline", "fair")
 TURN = 25

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ringserve.config import SchedulerConfig
 from ringserve.engine.sequence import Request, Sequence
 from ringserve.engine.wait_prediction import Prediction
-from ringserve.messages import RequestRefused, TokenizedRequest
+from ringserve.messages.requests import RequestRefused, TokenizedRequest
 
 SHORTEST_RETRY = 0.1
 LONGEST_RETRY = 120.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ringserve.messages import ChatPrompt
+from ringserve.messages.prompts import ChatPrompt
 
 _RESERVED: Final = frozenset(
     {

@@ -9,7 +9,7 @@ from collections import deque
 
 from ringserve.engine.detokenizer import Detokenizer
 from ringserve.engine.stop_strings import StopStrings
-from ringserve.messages import TokenLogprob
+from ringserve.messages.logprobs import TokenLogprob
 
 
 class ChoiceOutput:

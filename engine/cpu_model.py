@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.kv_layout import LayerKV
 from ringserve.engine.model_runner import Forward
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from ringserve.engine.kv_pool import KVPool

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import ExecutorSettings
 from ringserve.engine.processors import usable_processors
-from ringserve.messages import LoadProgress, Progress, SchedulerOutput, Started, StartFailed
+from ringserve.messages.startup import LoadProgress, Progress, Started, StartFailed
+from ringserve.messages.steps import SchedulerOutput
 
 if TYPE_CHECKING:
     from ringserve.engine.runner import Runner

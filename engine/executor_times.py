@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringserve.messages import ModelRunnerOutput
+from ringserve.messages.steps import ModelRunnerOutput
 
 
 class ExecutorTimes:

@@ -14,7 +14,7 @@ from ringserve.engine.policy import Policy
 from ringserve.engine.residents import Residents
 from ringserve.engine.sequence import Request, Sequence
 from ringserve.engine.wait_prediction import Prediction, WaitPredictor
-from ringserve.messages import RequestRefused
+from ringserve.messages.requests import RequestRefused
 
 SWEEP_INTERVAL_NS = 50_000_000
 """How often the queue is searched for requests that have waited too long."""

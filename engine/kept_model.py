@@ -36,11 +36,12 @@ from ringserve.engine.weight_cache import Entry
 from ringserve.kernels.cpu.features import host_level, processor
 from ringserve.kernels.cpu.linear_bf16 import padded
 from ringserve.kernels.source_digest import source_digest
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 FORMAT = 1
 LIBRARIES = ("numba", "llvmlite", "numpy", "torch", "transformers", "safetensors")
-SOURCES = (Path(ringserve.__file__).parent, Path(__file__).parent, KERNELS, KERNELS / "cpu")
+PACKAGE = Path(ringserve.__file__).parent
+SOURCES = (PACKAGE, PACKAGE / "messages", Path(__file__).parent, KERNELS, KERNELS / "cpu")
 """Directories whose Python files decide what a start finds out."""
 MAX_RECORDS = 64
 """The ones used last stay."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ringserve.engine.model_error import ModelError
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 """Names under which configurations keep the longest sequence they were made for."""

@@ -29,7 +29,7 @@ from ringserve.engine.model_error import ModelError, first_line
 from ringserve.engine.model_limits import eos_ids, sampling_defaults, text_config
 from ringserve.engine.user_cache import user_cache as user_cache
 from ringserve.engine.weight_cache import source_identity
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 Progress = Callable[[str, float], None]
 """(stage, fraction)."""

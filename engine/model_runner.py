@@ -23,14 +23,9 @@ from numpy.typing import NDArray
 from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.slot_table import SlotTable
-from ringserve.messages import (
-    LogprobColumns,
-    ModelRunnerOutput,
-    NewSequence,
-    SchedulerOutput,
-    SlotPromptLogprobs,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.logprobs import LogprobColumns, SlotPromptLogprobs
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 if TYPE_CHECKING:
     from ringserve.engine.swap_pool import SwapPool

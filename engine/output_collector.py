@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch, OutputRow, join_logprobs, split_logprobs
 from ringserve.engine.sequence import Sequence, SequenceStatus
-from ringserve.messages import LogprobColumns, PromptLogprobs, SequenceFinish, SequenceStart
+from ringserve.messages.logprobs import LogprobColumns, PromptLogprobs
+from ringserve.messages.token_outputs import SequenceFinish, SequenceStart
 
 
 class OutputCollector:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringserve.engine.model_error import ModelError
-from ringserve.messages import SchedulerOutput, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.steps import SchedulerOutput
 
 if TYPE_CHECKING:
     from ringserve.engine.swap_pool import SwapPool

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from ringserve.engine.chat_template import ChatRenderer, ChatTemplateError
 from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer_loader import LoadedTokenizer
-from ringserve.messages import ChatPrompt, Prompt, RequestRefused, TextPrompt, TokenPrompt, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from ringserve.messages.requests import RequestRefused
 
 
 class PromptError(ValueError):

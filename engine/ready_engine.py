@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.page_swaps import SwapInfo
 from ringserve.engine.runner import Runner
-from ringserve.messages import (
-    ExecutorReady,
-    NewSequence,
-    SamplingDefaults,
-    SamplingParams,
-    SchedulerOutput,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.sampling import SamplingDefaults, SamplingParams
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ from ringserve.engine.scheduler_outputs import NO_LOGPROBS, LogprobEntry, Output
 from ringserve.engine.scheduler_step import StepRecord
 from ringserve.engine.sequence import Request, Sequence, SequenceStatus
 from ringserve.engine.wait_prediction import WaitPredictor
-from ringserve.messages import FinishReason, ModelRunnerOutput, SequenceFinish, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import FinishReason
+from ringserve.messages.steps import ModelRunnerOutput
+from ringserve.messages.token_outputs import SequenceFinish
 
 _FINISHED = SequenceStatus.FINISHED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ringserve.messages import ModelRunnerOutput, SchedulerOutput
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 
 class Runner(Protocol):

@@ -21,7 +21,9 @@ from ringserve.kernels.logprobs import RowLogprobs
 from ringserve.kernels.penalties import TokenCounts
 from ringserve.kernels.row_sampler import Draw, NumpyRowSampler, RowSampler
 from ringserve.kernels.sampling import SAMPLED_TOKEN
-from ringserve.messages import LogprobColumns, SamplingParams, pack_f32, pack_i32
+from ringserve.messages.columns import pack_f32, pack_i32
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.sampling import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit for any token that may be drawn"
 

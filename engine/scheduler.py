@@ -43,19 +43,12 @@ from ringserve.engine.swap_space import SwapCosts, SwapSpace
 from ringserve.engine.swapping import Swapping
 from ringserve.engine.token_budget import TokenBudget
 from ringserve.engine.wait_prediction import WaitPredictor
-from ringserve.messages import (
-    ALL_CHOICES,
-    EngineStats,
-    ExecutorReady,
-    ModelRunnerOutput,
-    RequestRefused,
-    SchedulerOutput,
-    SessionInfo,
-    SessionRef,
-    StepTimes,
-    TokenizedRequest,
-    unpack_i32,
-)
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import ALL_CHOICES, RequestRefused, TokenizedRequest
+from ringserve.messages.sessions import SessionInfo, SessionRef
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 
 class Scheduler:

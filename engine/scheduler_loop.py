@@ -18,25 +18,13 @@ from ringserve.config import SchedulerSettings
 from ringserve.engine.pressure_log import PressureLog
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch, pack_token_outputs
-from ringserve.messages import (
-    Abort,
-    CheckIntegrity,
-    DropSession,
-    EngineStats,
-    ExecutorMessage,
-    ExecutorReady,
-    IntegrityReport,
-    ListSessions,
-    LoadProgress,
-    ModelRunnerOutput,
-    RequestRefused,
-    SchedulerInbound,
-    SessionDropped,
-    SessionList,
-    Started,
-    StepTimes,
-    TokenizedRequest,
-)
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.requests import Abort, RequestRefused, TokenizedRequest
+from ringserve.messages.rings import ExecutorMessage, SchedulerInbound
+from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionList
+from ringserve.messages.startup import ExecutorReady, LoadProgress, Started
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.steps import ModelRunnerOutput
 
 LOADING_RETRY_AFTER = 2.0
 """Seconds after which a client may try again while the model loads."""

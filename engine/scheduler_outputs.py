@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringserve.messages import (
-    EngineStats,
-    LogprobColumns,
-    PromptLogprobs,
-    SequenceFinish,
-    SequenceStart,
-    StepTimes,
-    TokenOutputs,
-    pack_i32,
-    pack_u64,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, pack_u64, unpack_i32
+from ringserve.messages.logprobs import LogprobColumns, PromptLogprobs
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.token_outputs import SequenceFinish, SequenceStart, TokenOutputs
 
 
 @dataclass(frozen=True, slots=True)

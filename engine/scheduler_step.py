@@ -8,7 +8,7 @@ from ringserve.engine.prompt_chunks import PromptChunks
 from ringserve.engine.scheduler_outputs import OutputBatch
 from ringserve.engine.sequence import Sequence
 from ringserve.engine.step_time import StepShape
-from ringserve.messages import StepTimes
+from ringserve.messages.stats import StepTimes
 
 
 @dataclass(slots=True)

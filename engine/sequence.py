@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ringserve.engine.page_cache import PageKey
-from ringserve.messages import SamplingParams, SessionRef, TokenizedRequest, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.sessions import SessionRef
 
 
 class SequenceStatus(enum.Enum):

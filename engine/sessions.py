@@ -21,7 +21,7 @@ from ringserve.config import SchedulerConfig
 from ringserve.engine.kv_manager import KVManager
 from ringserve.engine.page_cache import PageKey, digest_after, first_digest
 from ringserve.engine.sequence import Sequence
-from ringserve.messages import SessionInfo, SessionRef
+from ringserve.messages.sessions import SessionInfo, SessionRef
 
 
 @dataclass(slots=True)

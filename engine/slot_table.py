@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 
 class SlotTable:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ringserve.engine.scheduler_step import StepPlan, StepRecord
 from ringserve.engine.sequence import Sequence
-from ringserve.messages import NewSequence, PageSwaps, SchedulerOutput, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.steps import NewSequence, PageSwaps, SchedulerOutput
 
 
 def step_message(

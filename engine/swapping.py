@@ -36,7 +36,8 @@ from collections.abc import Iterable
 from ringserve.engine.sequence import Sequence
 from ringserve.engine.step_time import StepTimeModel
 from ringserve.engine.swap_space import SwapCosts, SwapSpace
-from ringserve.messages import PageSwaps, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.steps import PageSwaps
 
 
 class Swapping:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ringserve.messages import (
-    EngineStats,
-    FinishReason,
-    StepTimes,
-    TextFinish,
-    TextLogprobs,
-    TextOutputs,
-    TextStart,
-    TokenLogprob,
-    pack_i32,
-    pack_u64,
-)
+from ringserve.messages.columns import pack_i32, pack_u64
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.requests import FinishReason
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.text_outputs import TextFinish, TextLogprobs, TextOutputs, TextStart
 
 
 class TextBatch:

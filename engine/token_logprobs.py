@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ringserve.engine.token_text import TokenText
-from ringserve.messages import CandidateLogprob, LogprobColumns, TokenLogprob, unpack_f32, unpack_i32
+from ringserve.messages.columns import unpack_f32, unpack_i32
+from ringserve.messages.logprobs import CandidateLogprob, LogprobColumns, TokenLogprob
 
 
 class LogprobReader:

@@ -7,19 +7,11 @@ from ringserve.engine.text_batch import TextBatch
 from ringserve.engine.token_logprobs import LogprobReader, without_logprob
 from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer_request import AdmittedRequest, RequestState
-from ringserve.messages import (
-    Abort,
-    OutputParams,
-    PromptLogprobs,
-    SequenceFinish,
-    SequenceStart,
-    TextFinish,
-    TextStart,
-    TokenLogprob,
-    TokenOutputs,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import unpack_i32, unpack_u64
+from ringserve.messages.logprobs import PromptLogprobs, TokenLogprob
+from ringserve.messages.requests import Abort, OutputParams
+from ringserve.messages.text_outputs import TextFinish, TextStart
+from ringserve.messages.token_outputs import SequenceFinish, SequenceStart, TokenOutputs
 
 
 class TokenOutputsReader:

@@ -29,31 +29,14 @@ from ringserve.engine.token_outputs import TokenOutputsReader
 from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer_loader import TokenizerLoadError, load_tokenizer
 from ringserve.engine.tokenizer_request import AdmittedRequest, RequestAdmission, RequestState
-from ringserve.messages import (
-    ALL_CHOICES,
-    Abort,
-    ChatPrompt,
-    CheckIntegrity,
-    DetokenizeRequest,
-    DetokenizeResult,
-    DropSession,
-    ExecutorReady,
-    GenerateRequest,
-    IntegrityReport,
-    ListSessions,
-    LoadProgress,
-    Prompt,
-    RequestRefused,
-    SessionDropped,
-    SessionList,
-    Started,
-    StartFailed,
-    TextPrompt,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenOutputs,
-    unpack_i32,
-)
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt
+from ringserve.messages.requests import ALL_CHOICES, Abort, GenerateRequest, RequestRefused
+from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionList
+from ringserve.messages.startup import ExecutorReady, LoadProgress, Started, StartFailed
+from ringserve.messages.token_outputs import TokenOutputs
+from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,10 @@ from ringserve.engine.choice_output import ChoiceOutput
 from ringserve.engine.detokenizer import DetokenizerFactory
 from ringserve.engine.prompt_encoder import EncodedPrompt, PromptEncoder, PromptLimits
 from ringserve.engine.stop_strings import StopStrings
-from ringserve.messages import (
-    GenerateRequest,
-    OutputParams,
-    ResumedChoice,
-    SamplingParams,
-    TokenizedRequest,
-    TokenLogprob,
-    unpack_i32,
-)
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.requests import GenerateRequest, OutputParams, ResumedChoice, TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
 
 
 @dataclass(slots=True)

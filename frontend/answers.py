@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from ringserve.frontend.logprobs import chat_logprobs, completion_logprobs
 from ringserve.frontend.stream import ChoiceOutput, CollectedChoice
-from ringserve.messages import TextFinish, TextStart, TokenLogprob, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.text_outputs import TextFinish, TextStart
 
 
 @dataclass(frozen=True)

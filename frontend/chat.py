@@ -8,7 +8,7 @@ import msgspec
 
 from ringserve.frontend.errors import invalid, shortened
 from ringserve.frontend.protocol import ChatCompletionBody, TokenizeBody
-from ringserve.messages import ChatPrompt
+from ringserve.messages.prompts import ChatPrompt
 
 _ROLES = ("system", "developer", "user", "assistant")
 _FIELDS = frozenset({"role", "content", "name"})

@@ -19,37 +19,16 @@ from ringserve.frontend.errors import ApiError, ClientGone, loading, overloaded,
 from ringserve.frontend.journal import ChoiceRecord, Journal, JournalEntry
 from ringserve.frontend.metrics import Metrics
 from ringserve.frontend.stream import ChoiceOutput, Sink
-from ringserve.messages import (
-    NO_TARGETS,
-    Abort,
-    CheckIntegrity,
-    DetokenizeRequest,
-    DetokenizeResult,
-    DropSession,
-    ExecutorReady,
-    FrontendInbound,
-    FrontendMessage,
-    GenerateRequest,
-    IntegrityReport,
-    ListSessions,
-    LoadProgress,
-    OutputParams,
-    Prompt,
-    RequestRefused,
-    SamplingParams,
-    ServiceTargets,
-    SessionDropped,
-    SessionInfo,
-    SessionList,
-    SessionRef,
-    TextFinish,
-    TextOutputs,
-    TextStart,
-    TokenizeRequest,
-    TokenizeResult,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import unpack_i32, unpack_u64
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.prompts import Prompt
+from ringserve.messages.requests import NO_TARGETS, Abort, GenerateRequest, OutputParams, RequestRefused, ServiceTargets
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionInfo, SessionList, SessionRef
+from ringserve.messages.startup import ExecutorReady, LoadProgress
+from ringserve.messages.text_outputs import TextFinish, TextOutputs, TextStart
+from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
 
 if TYPE_CHECKING:
     from ringserve.actor import Outbox

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ringserve.messages import RequestRefused
+from ringserve.messages.requests import RequestRefused
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

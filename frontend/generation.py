@@ -22,7 +22,7 @@ from ringserve.frontend.errors import ApiError, ClientGone
 from ringserve.frontend.socket_writer import SocketWriter
 from ringserve.frontend.stream import ChoiceOutput, OutputCollector, OutputStream
 from ringserve.frontend.usage import Usage
-from ringserve.messages import TextFinish, TextStart
+from ringserve.messages.text_outputs import TextFinish, TextStart
 
 NOTICE_HEADER = "x-ringserve-notice"
 

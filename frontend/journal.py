@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ringserve.messages import FinishReason, GenerateRequest, ResumedChoice, TokenLogprob
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.requests import FinishReason, GenerateRequest, ResumedChoice
 
 S = TypeVar("S")
 

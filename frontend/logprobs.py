@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ringserve.messages import CandidateLogprob, TokenLogprob
+from ringserve.messages.logprobs import CandidateLogprob, TokenLogprob
 
 _LEAST = -9999.0
 

@@ -15,17 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ringserve.frontend import buckets
 from ringserve.frontend.ring_metrics import RingMetrics
-from ringserve.messages import (
-    STEP_COSTS,
-    EngineStats,
-    ExecutorReady,
-    FinishReason,
-    GenerateRequest,
-    RequestRefused,
-    StepTimes,
-    TextOutputs,
-    TextStart,
-)
+from ringserve.messages.requests import FinishReason, GenerateRequest, RequestRefused
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import STEP_COSTS, EngineStats, StepTimes
+from ringserve.messages.text_outputs import TextOutputs, TextStart
 from ringserve.shm import DoorbellObserver, RingObserver
 
 _LABELS = ("model_name", "engine")

@@ -11,7 +11,7 @@ from ringserve.frontend.protocol import GenerationBody
 from ringserve.frontend.routes_tokens import unless_gone
 from ringserve.frontend.service import Service
 from ringserve.frontend.validation import bounded_name
-from ringserve.messages import SessionInfo, SessionRef
+from ringserve.messages.sessions import SessionInfo, SessionRef
 
 MAX_ID_CHARACTERS = 256
 

@@ -15,7 +15,8 @@ from ringserve.frontend.json_response import JsonResponse
 from ringserve.frontend.parsing import read_struct
 from ringserve.frontend.protocol import DetokenizeBody, TokenizeBody
 from ringserve.frontend.service import Service
-from ringserve.messages import Prompt, TextPrompt, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.prompts import Prompt, TextPrompt
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from ringserve.frontend.generation import StreamSettings
 from ringserve.frontend.http_server import BindError, HttpServer, bind, url_of
 from ringserve.frontend.metrics import Metrics
 from ringserve.frontend.service import Service
-from ringserve.messages import FrontendInbound, Started, StartFailed
+from ringserve.messages.rings import FrontendInbound
+from ringserve.messages.startup import Started, StartFailed
 
 if TYPE_CHECKING:
     from ringserve.actor import ActorContext, AsyncActor

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ringserve.frontend.errors import ApiError, ClientGone
-from ringserve.messages import TextFinish, TextStart, TokenLogprob
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.text_outputs import TextFinish, TextStart
 
 _OUTPUT_OVERHEAD = 128
 _LOGPROB_BYTES = 64

@@ -11,7 +11,7 @@ import time
 
 from ringserve.frontend.errors import invalid
 from ringserve.frontend.protocol import GenerationBody
-from ringserve.messages import NO_TARGETS, ServiceTargets
+from ringserve.messages.requests import NO_TARGETS, ServiceTargets
 
 MAX_MS = 86_400_000.0
 """A day: whoever has more time has no deadline."""

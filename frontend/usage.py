@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringserve.messages import TextFinish, TextStart
+from ringserve.messages.text_outputs import TextFinish, TextStart
 
 
 class Usage:

@@ -14,17 +14,11 @@ from typing import Any, TypeVar
 
 from ringserve.frontend.errors import ApiError, invalid, shortened
 from ringserve.frontend.protocol import ChatCompletionBody, CompletionBody, GenerationBody, StreamOptions
-from ringserve.messages import (
-    ExecutorReady,
-    OutputParams,
-    Prompt,
-    SamplingParams,
-    TextPrompt,
-    TokenPrompt,
-    pack_f32,
-    pack_i32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_i32
+from ringserve.messages.prompts import Prompt, TextPrompt, TokenPrompt
+from ringserve.messages.requests import OutputParams
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.startup import ExecutorReady
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096

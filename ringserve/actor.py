@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ringserve.messages import SupervisorInbound
+from ringserve.messages.startup import SupervisorInbound
 from ringserve.shm import (
     Doorbell,
     DoorbellHandle,

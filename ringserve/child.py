@@ -27,7 +27,8 @@ import msgspec
 from ringserve.actor import ActorContext, Mailbox, Peer
 from ringserve.actor_blocking import run_blocking
 from ringserve.logs import set_up_logging
-from ringserve.messages import RINGS, SupervisorInbound
+from ringserve.messages.rings import RINGS
+from ringserve.messages.startup import SupervisorInbound
 from ringserve.process_signals import HELD_SIGNALS
 from ringserve.shm import (
     Consumer,

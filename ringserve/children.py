@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from ringserve.child import EXIT_PEER_DIED, run_actor
-from ringserve.messages import Progress, Started, StartFailed, SupervisorInbound
+from ringserve.messages.startup import Progress, Started, StartFailed, SupervisorInbound
 from ringserve.spawn import ChildProcess
 from ringserve.wiring import Role, Wiring
 

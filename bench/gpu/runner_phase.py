@@ -20,13 +20,10 @@ from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.swap_space import SwapCosts
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
-from ringserve.messages import (
-    ExecutorReady,
-    SamplingDefaults,
-    SamplingParams,
-    TokenizedRequest,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import TokenizedRequest
+from ringserve.messages.sampling import SamplingDefaults, SamplingParams
+from ringserve.messages.startup import ExecutorReady
 
 DRY = ModelShape(1, 32, 2, 1, 16, 48, 100)
 CHECKED = ModelShape(2, 512, 8, 2, 64, 1024, 8000)

@@ -40,11 +40,8 @@ from ringserve.engine.gpu.step_work import StepWork
 from ringserve.engine.page_swaps import apply_swaps
 from ringserve.engine.sampler import NO_FINITE_LOGIT
 from ringserve.engine.swap_pool import SwapPool
-from ringserve.messages import (
-    ModelRunnerOutput,
-    SchedulerOutput,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 _Words = NDArray[np.int32]
 

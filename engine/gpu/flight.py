@@ -11,7 +11,7 @@ import torch
 from ringserve.engine.gpu.step_buffers import StepBuffers
 from ringserve.engine.gpu.step_plan import StepPlan
 from ringserve.engine.gpu.step_results import HostLogprobs, logprob_words
-from ringserve.messages import LogprobColumns, SlotPromptLogprobs
+from ringserve.messages.logprobs import LogprobColumns, SlotPromptLogprobs
 
 
 @dataclass(frozen=True)

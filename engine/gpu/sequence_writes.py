@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ringserve.engine.gpu.device_state import DeviceState, StateWidths
 from ringserve.engine.sampler import end_ids, has_penalties, known_biases
 from ringserve.kernels.gpu.sampler_state import IN_PROMPT
-from ringserve.messages import NewSequence
+from ringserve.messages.steps import NewSequence
 
 _LARGEST = 2**31 - 1
 

@@ -12,7 +12,7 @@ from ringserve.engine.gpu.device_state import DeviceState
 from ringserve.engine.gpu.device_step import StepSizes
 from ringserve.engine.gpu.sequence_writes import SlotValues
 from ringserve.engine.slot_table import SlotTable
-from ringserve.messages import NewSequence, SchedulerOutput
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 _Words = NDArray[np.int32]
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ringserve.messages import LogprobColumns, SlotPromptLogprobs, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.logprobs import LogprobColumns, SlotPromptLogprobs
 
 
 @dataclass(frozen=True)

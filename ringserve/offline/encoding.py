@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ringserve.messages import (
-    ChatPrompt,
-    DetokenizeRequest,
-    DetokenizeResult,
-    FrontendInbound,
-    FrontendMessage,
-    Prompt,
-    RequestRefused,
-    TextPrompt,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenPrompt,
-    unpack_i32,
-)
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from ringserve.messages.requests import RequestRefused
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
+from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
 
 MAX_IN_FLIGHT = 128
 

@@ -17,7 +17,9 @@ from typing import Protocol
 from ringserve.actor import Mailbox
 from ringserve.children import LAST_WORDS, Child, Children
 from ringserve.config import ModelSource, ServeConfig
-from ringserve.messages import Abort, ExecutorReady, FrontendInbound, FrontendMessage, LoadProgress
+from ringserve.messages.requests import Abort
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
+from ringserve.messages.startup import ExecutorReady, LoadProgress
 from ringserve.offline.errors import EngineClosed, EngineDied, EngineError, EngineStartError
 from ringserve.offline.interrupts import DeferredInterrupts
 from ringserve.progress import StartDisplay

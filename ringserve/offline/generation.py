@@ -6,19 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ringserve.messages import (
-    FrontendInbound,
-    FrontendMessage,
-    GenerateRequest,
-    RequestRefused,
-    TextFinish,
-    TextOutputs,
-    TextStart,
-    TokenLogprob,
-    TokenPrompt,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import unpack_i32, unpack_u64
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.prompts import TokenPrompt
+from ringserve.messages.requests import GenerateRequest, RequestRefused
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
+from ringserve.messages.text_outputs import TextFinish, TextOutputs, TextStart
 from ringserve.offline.encoding import EncodedPrompt
 from ringserve.offline.errors import EngineError
 from ringserve.offline.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from ringserve.config import ServeConfig
 from ringserve.frontend.validation import Limits
-from ringserve.messages import Prompt, TextPrompt
+from ringserve.messages.prompts import Prompt, TextPrompt
 from ringserve.model_source import resolve_model
 from ringserve.offline.encoding import DecodingJob, EncodingJob, check_lengths
 from ringserve.offline.engine import Engine

@@ -11,7 +11,7 @@ import msgspec
 from ringserve.frontend.chat import chat_prompt
 from ringserve.frontend.protocol import ChatCompletionBody
 from ringserve.frontend.validation import token_ids
-from ringserve.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from ringserve.offline.sampling_params import convert, plain_text, value_errors
 
 PromptType = str | Mapping[str, Any] | Sequence[int]

@@ -14,8 +14,10 @@ from ringserve.frontend import validation
 from ringserve.frontend.errors import ApiError
 from ringserve.frontend.protocol import CompletionBody
 from ringserve.frontend.validation import Limits
-from ringserve.messages import ExecutorReady, OutputParams, SamplingDefaults
-from ringserve.messages import SamplingParams as SamplingMessage
+from ringserve.messages.requests import OutputParams
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.sampling import SamplingParams as SamplingMessage
+from ringserve.messages.startup import ExecutorReady
 
 B = TypeVar("B", bound=msgspec.Struct)
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 from ringserve.bench.load import ClosedLoop, OpenLoop
 from ringserve.bench.prompts import Job, Prompt, estimate_tokens
-from ringserve.messages import NO_TARGETS, SamplingParams, ServiceTargets, SessionRef, TokenizedRequest
+from ringserve.messages.requests import NO_TARGETS, ServiceTargets, TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.sessions import SessionRef
 
 SAMPLING = SamplingParams(seed=0, ignore_eos=True)
 """Answers have exactly the length asked for."""

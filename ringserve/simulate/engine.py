@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import OutputBatch
-from ringserve.messages import EngineStats, ExecutorReady, SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import EngineStats
 from ringserve.simulate.client import Client, SentRequest
 from ringserve.simulate.executor import SimulatedExecutor
 from ringserve.simulate.step_time import Engine, StepTime

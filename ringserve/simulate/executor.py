@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringserve.engine.step_time import StepShape
-from ringserve.messages import ModelRunnerOutput, SchedulerOutput
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 from ringserve.simulate.step_time import StepTime
 
 Ints = npt.NDArray[np.int64]

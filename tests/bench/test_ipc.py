@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from ringserve.bench import ipc, ipc_engine, ipc_report
-from ringserve.bench.ipc_links import LINKS, Unframer, available, framed
+from ringserve.bench.ipc_handlers import BATCH, HOPS, Content, first_message, handler
+from ringserve.bench.ipc_links import LINKS, available
 from ringserve.bench.ipc_live import LiveError, difference, evaluate, parse, quantile
 from ringserve.bench.ipc_pair import Pair
 from ringserve.bench.ipc_results import Latency, Rate, Results, with_ratios
 from ringserve.bench.ipc_rounds import Measurement, Plan
+from ringserve.bench.ipc_unix import Unframer, framed
 from ringserve.options import OptionError
 
 
@@ -37,7 +39,7 @@ def test_every_transport_measures(transport: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["small", "engine"])
-def test_the_six_hops(content: ipc_engine.Content) -> None:
+def test_the_six_hops(content: Content) -> None:
     path = ipc_engine.Path("ring", content)
     try:
         times, rate, doorbells = path.round_trips(40, 8)
@@ -50,14 +52,14 @@ def test_the_six_hops(content: ipc_engine.Content) -> None:
 
 def test_each_process_decodes_what_the_one_before_sends() -> None:
     """The engine's own unions, in order, until the frontend has text for the whole batch."""
-    target, data = "tokenizer", ipc_engine.first_message("engine")(7)
+    target, data = "tokenizer", first_message("engine")(7)
     visited = []
     while target != "frontend":
         visited.append(target)
-        target, data = ipc_engine.handler("engine", target)(data)
+        target, data = handler("engine", target)(data)
     assert visited == ["tokenizer", "scheduler", "executor", "scheduler", "tokenizer"]
-    assert len(visited) + 1 == ipc_engine.HOPS
-    assert data.count(b" token") == ipc_engine.BATCH
+    assert len(visited) + 1 == HOPS
+    assert data.count(b" token") == BATCH
 
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

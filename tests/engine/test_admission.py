@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 from timed_engine import SECOND, TimedEngine
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.sequence import Sequence
 from ringserve.engine.wait_prediction import Prediction
-from ringserve.messages import RequestRefused, ResumedChoice, ServiceTargets, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import RequestRefused, ResumedChoice, ServiceTargets
 
 
 def warmed_up(ready: dict[str, int] | None = None, **config: Any) -> TimedEngine:

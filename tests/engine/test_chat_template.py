@@ -8,7 +8,7 @@ import pytest
 from tokenizer_world import CHAT_TEMPLATE
 
 from ringserve.engine.chat_template import ChatRenderer, ChatTemplateError
-from ringserve.messages import ChatPrompt
+from ringserve.messages.prompts import ChatPrompt
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -24,18 +24,9 @@ from ringserve.engine.executor import THREAD_ENVIRONMENT, Executor, create
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.start_stages import COMPILING
 from ringserve.engine.user_cache import user_cache
-from ringserve.messages import (
-    ExecutorReady,
-    LoadProgress,
-    ModelRunnerOutput,
-    NewSequence,
-    Progress,
-    SchedulerOutput,
-    Started,
-    StartFailed,
-    pack_i32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.startup import ExecutorReady, LoadProgress, Progress, Started, StartFailed
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -10,7 +10,7 @@ import pytest
 from ringserve.actor import ActorContext
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import Executor
-from ringserve.messages import ModelRunnerOutput, SchedulerOutput
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
 
 
 class ToldRunner:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import make_request
+from scheduler_inputs import make_request
 from timed_engine import TimedEngine
 
 from ringserve.engine.executor_times import ExecutorTimes
-from ringserve.messages import ModelRunnerOutput
+from ringserve.messages.steps import ModelRunnerOutput
 
 
 def result(received: int, started: int, sent: int) -> ModelRunnerOutput:

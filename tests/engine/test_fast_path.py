@@ -29,7 +29,8 @@ from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
-from ringserve.messages import TokenizedRequest, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import TokenizedRequest
 
 # The whole portable step takes a minute to compile: its kernels are tested one by one in any case.
 LEVELS = [AVX512, pytest.param(PORTABLE, marks=pytest.mark.slow)] if host_level() == AVX512 else [PORTABLE]

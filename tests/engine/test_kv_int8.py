@@ -20,7 +20,9 @@ from fast_models import FAMILY
 from ringserve.config import ModelSource, SchedulerConfig
 from ringserve.engine.kv_dtype import choose_kv_dtype
 from ringserve.engine.model_error import ModelError
-from ringserve.messages import ResumedChoice, SessionRef, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ResumedChoice
+from ringserve.messages.sessions import SessionRef
 
 PAGE_SIZE = 16
 MEMORY = 1 << 20

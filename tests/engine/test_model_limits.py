@@ -15,7 +15,7 @@ from ringserve.engine.model_limits import (
     own_max_model_len,
     sampling_defaults,
 )
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ringserve.engine.gguf_weights import is_plain_llama, open_gguf
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import LoadedModel, load_model, resolve_dtype
 from ringserve.engine.self_check import check_model
-from ringserve.messages import SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -17,16 +17,10 @@ from ringserve.config import ModelSource
 from ringserve.engine.gguf_weights import load_llama, open_gguf
 from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.self_check import TracedModel
-from ringserve.messages import (
-    LogprobColumns,
-    ModelRunnerOutput,
-    NewSequence,
-    SamplingParams,
-    SchedulerOutput,
-    pack_i32,
-    unpack_f32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, unpack_f32, unpack_i32
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 QUESTION = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 """<|im_start|>user ... What is the capital of France?<|im_end|> ... assistant"""

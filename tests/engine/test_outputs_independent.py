@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringserve.config import ModelSource, SchedulerConfig
-from ringserve.messages import TokenizedRequest
+from ringserve.messages.requests import TokenizedRequest
 
 PAGE_SIZE = 8
 

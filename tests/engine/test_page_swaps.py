@@ -14,7 +14,8 @@ from ringserve.engine.model_error import ModelError
 from ringserve.engine.page_swaps import SwapInfo, apply_swaps, choose_swap_space, measure_swaps
 from ringserve.engine.swap_pool import SwapPool, make_swap_pool
 from ringserve.kernels.page_copy import gather_pages, scatter_pages
-from ringserve.messages import PageSwaps, SchedulerOutput, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.steps import PageSwaps, SchedulerOutput
 
 GIB = 1 << 30
 PAGE = 2 * 2 * 8 * 4 * 4

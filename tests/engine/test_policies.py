@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig, parse_tenant_weights
 from ringserve.engine.policy_fair import MAX_ACCOUNTS, FairPolicy
 from ringserve.engine.sequence import Request, Sequence
-from ringserve.messages import ServiceTargets, TokenizedRequest, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import ServiceTargets, TokenizedRequest
 
 SECOND = 10**9
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 from timed_engine import SECOND, TimedEngine
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ServiceTargets
+from ringserve.messages.requests import ServiceTargets
 
 
 def engine_of(ready: dict[str, int] | None = None, default_deadline: float = 60.0) -> Engine:

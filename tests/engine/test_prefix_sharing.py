@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ResumedChoice, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ResumedChoice, TokenizedRequest
 
 WITHOUT = SchedulerConfig(enable_prefix_caching=False)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import unpack_i32
+from ringserve.messages.columns import unpack_i32
 
 
 def engine_of(ready: dict[str, int], **config: object) -> Engine:

@@ -6,7 +6,8 @@ import logging
 import re
 
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.engine.pressure_log import INTERVAL_NS, PressureLog
 

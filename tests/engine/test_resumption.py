@@ -17,15 +17,10 @@ from tokenizers import Tokenizer
 
 from ringserve.config import TokenizerSettings
 from ringserve.engine.tokenizer_loader import load_tokenizer
-from ringserve.messages import (
-    GenerateRequest,
-    OutputParams,
-    ResumedChoice,
-    SamplingParams,
-    TextPrompt,
-    pack_f32,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_f32, pack_i32
+from ringserve.messages.prompts import TextPrompt
+from ringserve.messages.requests import GenerateRequest, OutputParams, ResumedChoice
+from ringserve.messages.sampling import SamplingParams
 
 PROMPT = "The seven wonders of the ancient world are"
 MAX_TOKENS = 14

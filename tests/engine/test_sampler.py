@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from ringserve.engine.sampler import NO_FINITE_LOGIT, Sampler
 from ringserve.kernels.philox import philox4x32, uniforms
 from ringserve.kernels.sampling_reference import draw_reference, process_reference
-from ringserve.messages import LogprobColumns, SamplingParams, pack_f32, pack_i32, unpack_f32, unpack_i32
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_f32, unpack_i32
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.sampling import SamplingParams
 
 VOCAB = 700
 EOS = (3, 5)

@@ -7,7 +7,8 @@ import pytest
 
 from ringserve.engine.sampler import Sampler
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
-from ringserve.messages import SamplingParams, pack_f32, pack_i32, unpack_f32
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_f32
+from ringserve.messages.sampling import SamplingParams
 
 VOCAB = 3000
 PARAMETERS = [

@@ -6,38 +6,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from scheduler_simulation import (
-    Collected,
-    FakeExecutor,
-    collect,
-    executor_ready,
-    make_request,
-    run_alone,
-)
+from collected_outputs import Collected, collect
+from fake_executor import FakeExecutor
+from scheduler_inputs import executor_ready, make_request
+from simulated_tokens import run_alone
 
 from ringserve.actor import ActorContext, BlockingActor
 from ringserve.config import SchedulerConfig, SchedulerSettings
 from ringserve.engine import scheduler_loop
-from ringserve.messages import (
-    Abort,
-    CheckIntegrity,
-    DropSession,
-    ExecutorReady,
-    IntegrityReport,
-    ListSessions,
-    LoadProgress,
-    ModelRunnerOutput,
-    RequestRefused,
-    ResumedChoice,
-    SchedulerOutput,
-    SessionDropped,
-    SessionList,
-    SessionRef,
-    Started,
-    SupervisorInbound,
-    TokenOutputs,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.requests import Abort, RequestRefused, ResumedChoice
+from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionList, SessionRef
+from ringserve.messages.startup import ExecutorReady, LoadProgress, Started, SupervisorInbound
+from ringserve.messages.steps import ModelRunnerOutput, SchedulerOutput
+from ringserve.messages.token_outputs import TokenOutputs
 
 
 class Inbox:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from collected_outputs import Collected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_simulation import Collected, Engine, executor_ready, make_request, run_alone
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import run_alone
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ALL_CHOICES, ResumedChoice, ServiceTargets, SessionRef, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ALL_CHOICES, ResumedChoice, ServiceTargets, TokenizedRequest
+from ringserve.messages.sessions import SessionRef
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import SessionInfo, SessionRef, TokenizedRequest, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import TokenizedRequest
+from ringserve.messages.sessions import SessionInfo, SessionRef
 
 SECOND = 1_000_000_000
 ME = SessionRef("key-1", "talk")

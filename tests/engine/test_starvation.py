@@ -11,10 +11,11 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_simulation import Engine, executor_ready, make_request
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
-from ringserve.messages import ServiceTargets
+from ringserve.messages.requests import ServiceTargets
 
 AGING_NS = 1000
 DEFAULT_DEADLINE_NS = 5000

@@ -6,7 +6,9 @@ from random import Random
 
 import msgspec
 import pytest
-from scheduler_simulation import Engine, executor_ready, make_request, run_alone
+from scheduler_inputs import executor_ready, make_request
+from scheduler_simulation import Engine
+from simulated_tokens import run_alone
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.kv_manager import KVManager
@@ -17,7 +19,9 @@ from ringserve.engine.step_time import GUESS, StepTimeModel
 from ringserve.engine.swap_space import SwapCosts, SwapSpace
 from ringserve.engine.swapping import Swapping
 from ringserve.engine.wait_prediction import WaitPredictor
-from ringserve.messages import NewSequence, PageSwaps, SessionRef, pack_i32, unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.sessions import SessionRef
+from ringserve.messages.steps import NewSequence, PageSwaps
 
 PAGE_SIZE = 4
 FREE_OF_CHARGE = SwapCosts(bytes_per_page=1000, bytes_per_second=1e30, seconds_per_swap=0.0)

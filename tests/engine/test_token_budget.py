@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_simulation import make_request
+from scheduler_inputs import make_request
 from timed_engine import COSTS, SECOND, TimedEngine
 
 from ringserve.engine.prompt_chunks import SMALLEST_CHUNK, PromptChunks
 from ringserve.engine.step_time import StepCosts, StepShape
-from ringserve.messages import ServiceTargets, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.requests import ServiceTargets
 
 LONG = 4000
 

@@ -31,7 +31,9 @@ from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer import create
 from ringserve.engine.tokenizer_class import choose_class_name, read_class_tables
 from ringserve.engine.tokenizer_loader import TokenizerLoadError, load_tokenizer
-from ringserve.messages import ChatPrompt, StartFailed, TextPrompt, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.prompts import ChatPrompt, TextPrompt
+from ringserve.messages.startup import StartFailed
 
 KINDS = ["default", "default's directory", "llama", "unigram", "llama in GGUF"]
 
@@ -315,7 +317,10 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
         from tokenizer_world import Row, collect, default_gguf, make_world, ready, settings_for, token_outputs
-        from ringserve.messages import ChatPrompt, GenerateRequest, OutputParams, SamplingParams, unpack_i32
+        from ringserve.messages.columns import unpack_i32
+        from ringserve.messages.prompts import ChatPrompt
+        from ringserve.messages.requests import GenerateRequest, OutputParams
+        from ringserve.messages.sampling import SamplingParams
         for path in (default_gguf(), Path({str(llama)!r}), Path({str(named)!r})):
             world = make_world(settings_for(path), ready(vocab_size=60_000))
             prompt = ChatPrompt([{{"role": "user", "content": "Hello 😀"}}])

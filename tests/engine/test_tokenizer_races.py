@@ -9,19 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_world import Row, World, collect, default_gguf, make_world, ready, settings_for, token_outputs
 
-from ringserve.messages import (
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.integrity import CheckIntegrity
+from ringserve.messages.prompts import TextPrompt, TokenPrompt
+from ringserve.messages.requests import (
     ALL_CHOICES,
     Abort,
-    CheckIntegrity,
     GenerateRequest,
     OutputParams,
     RequestRefused,
-    SamplingParams,
-    TextPrompt,
     TokenizedRequest,
-    TokenPrompt,
-    pack_i32,
 )
+from ringserve.messages.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from frontend_harness import MODEL, RunningFrontend, chat_body
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringserve.messages import GenerateRequest
+from ringserve.messages.requests import GenerateRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from array import array
 
 from ringserve.frontend.journal import Journal
-from ringserve.messages import GenerateRequest, OutputParams, ResumedChoice, SamplingParams, TextPrompt, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.prompts import TextPrompt
+from ringserve.messages.requests import GenerateRequest, OutputParams, ResumedChoice
+from ringserve.messages.sampling import SamplingParams
 
 
 def request_of(journal: Journal[str], n: int) -> GenerateRequest:

@@ -14,7 +14,9 @@ from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 
 from ringserve.config import FrontendConfig
 from ringserve.frontend import http_server
-from ringserve.messages import Abort, GenerateRequest, LoadProgress, StartFailed, TokenizeRequest
+from ringserve.messages.requests import Abort, GenerateRequest
+from ringserve.messages.startup import LoadProgress, StartFailed
+from ringserve.messages.tokenization import TokenizeRequest
 
 CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.frontend import buckets
 from ringserve.frontend.metrics import Metrics
-from ringserve.messages import EngineStats, TextOutputs
+from ringserve.messages.stats import EngineStats
+from ringserve.messages.text_outputs import TextOutputs
 
 MINIMUM = {
     "e2e_request_latency_seconds_count",

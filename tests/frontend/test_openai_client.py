@@ -9,7 +9,7 @@ import pytest
 from fake_tokenizer_process import WORDS
 from frontend_harness import MODEL, RunningFrontend
 
-from ringserve.messages import Abort, GenerateRequest
+from ringserve.messages.requests import Abort, GenerateRequest
 
 HI: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 

@@ -9,7 +9,9 @@ import httpx
 import pytest
 from frontend_harness import RunningFrontend, chat_body
 
-from ringserve.messages import GenerateRequest, TokenPrompt, pack_f32, pack_i32
+from ringserve.messages.columns import pack_f32, pack_i32
+from ringserve.messages.prompts import TokenPrompt
+from ringserve.messages.requests import GenerateRequest
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from frontend_harness import RunningFrontend, chat_body
 
 from ringserve.config import FrontendConfig
-from ringserve.messages import DropSession, GenerateRequest, SessionInfo, SessionRef
+from ringserve.messages.requests import GenerateRequest
+from ringserve.messages.sessions import DropSession, SessionInfo, SessionRef
 
 KEPT = SessionInfo("talk/1", 49, 4, 3_000_000_000, 1_500_000_000, 8_500_000_000)
 

@@ -8,7 +8,7 @@ import pytest
 
 from ringserve.frontend.errors import ApiError, ClientGone
 from ringserve.frontend.stream import ChoiceOutput, OutputCollector, OutputStream
-from ringserve.messages import TextFinish
+from ringserve.messages.text_outputs import TextFinish
 
 END = TextFinish(0, "stop", None, 1)
 

@@ -12,7 +12,7 @@ from fake_tokenizer_process import WORDS
 from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 
 from ringserve.frontend.generation import StreamSettings
-from ringserve.messages import Abort, GenerateRequest, RequestRefused
+from ringserve.messages.requests import Abort, GenerateRequest, RequestRefused
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -12,7 +12,7 @@ from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 from ringserve.config import FrontendConfig
 from ringserve.frontend.protocol import CompletionBody
 from ringserve.frontend.targets import service_targets
-from ringserve.messages import NO_TARGETS, GenerateRequest, RequestRefused, ServiceTargets
+from ringserve.messages.requests import NO_TARGETS, GenerateRequest, RequestRefused, ServiceTargets
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -10,7 +10,9 @@ import pytest
 from tiny_model import save_tiny_model
 
 from ringserve.bench.measure import ServerUnusable
-from ringserve.bench.offline import Load, Round, Server, Side, add_arguments, hop_sums, run, summarize
+from ringserve.bench.offline import Load, add_arguments, run
+from ringserve.bench.offline_results import Round, Side, summarize
+from ringserve.bench.offline_sides import Server, hop_sums
 from ringserve.bench.prompts import TokenIds
 from ringserve.options import OptionError
 

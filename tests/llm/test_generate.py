@@ -15,7 +15,8 @@ from reference import assert_equal_but_for_ties, generate, plain_model
 from server_process import wait_for_end
 
 from ringserve import LLM, SamplingParams
-from ringserve.messages import CheckIntegrity, FrontendInbound, FrontendMessage, IntegrityReport
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
 from ringserve.offline.progress_bar import BatchProgress
 from ringserve.offline.prompts import PromptType
 

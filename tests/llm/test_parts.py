@@ -10,15 +10,9 @@ import pytest
 
 import ringserve
 from ringserve import SamplingParams
-from ringserve.messages import (
-    GenerateRequest,
-    RequestRefused,
-    TextFinish,
-    TextOutputs,
-    TextStart,
-    pack_i32,
-    pack_u64,
-)
+from ringserve.messages.columns import pack_i32, pack_u64
+from ringserve.messages.requests import GenerateRequest, RequestRefused
+from ringserve.messages.text_outputs import TextFinish, TextOutputs, TextStart
 from ringserve.offline.encoding import EncodedPrompt
 from ringserve.offline.errors import EngineError
 from ringserve.offline.generation import GenerationJob

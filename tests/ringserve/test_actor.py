@@ -17,7 +17,9 @@ import msgspec
 import pytest
 
 from ringserve.child import ActorSpec, run_actor
-from ringserve.messages import ExecutorMessage, LoadProgress, SchedulerOutput, Started, SupervisorInbound
+from ringserve.messages.rings import ExecutorMessage
+from ringserve.messages.startup import LoadProgress, Started, SupervisorInbound
+from ringserve.messages.steps import SchedulerOutput
 from ringserve.shm import (
     ChannelClosed,
     Consumer,

@@ -1,8 +1,8 @@
 """The two handshakes of docs/ipc.md, explored in every interleaving and with every delay of stores.
 
-The programs below are the shared accesses of _producer.c, _consumer.c and _doorbell.c, in their order. With all fences
-no reachable state leaves anybody asleep beside a message or beside free space; take one away and the checker prints how
-it happens. Run with ``-s`` to read the counterexamples.
+The programs below are the shared accesses of _producer.c, _consumer.c, _doorbell.c and _sleep.c, in their order. With
+all fences no reachable state leaves anybody asleep beside a message or beside free space; take one away and the checker
+prints how it happens. Run with ``-s`` to read the counterexamples.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from ringserve.bench.records import RequestRecord
 from ringserve.cli import main
 from ringserve.engine.step_time import StepShape
 from ringserve.frontend.metrics import Metrics
-from ringserve.messages import ExecutorReady, SamplingDefaults
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.startup import ExecutorReady
 from ringserve.simulate.calibration import DecodeProbe, PromptProbe, decode_sample, plan, read_engine
 from ringserve.simulate.step_time import Engine
 

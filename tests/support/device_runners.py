@@ -13,7 +13,8 @@ from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.sampler import Sampler
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
-from ringserve.messages import ExecutorReady, unpack_i32
+from ringserve.messages.columns import unpack_i32
+from ringserve.messages.startup import ExecutorReady
 
 VOCAB_SIZE = 97
 PAGE_SIZE = 4

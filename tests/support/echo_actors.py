@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from ringserve.actor import ActorContext, AsyncActor, BlockingActor
-from ringserve.messages import LoadProgress, SchedulerOutput, Started
+from ringserve.messages.startup import LoadProgress, Started
+from ringserve.messages.steps import SchedulerOutput
 
 FAULTY_STEP = 10**9
 

@@ -18,20 +18,13 @@ from ringserve.engine.executor import Executor
 from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.scheduler_loop import SchedulerActor
 from ringserve.engine.swap_pool import SwapPool
-from ringserve.messages import (
-    EngineStats,
-    ExecutorReady,
-    LogprobColumns,
-    RequestRefused,
-    SamplingParams,
-    StepTimes,
-    SupervisorInbound,
-    TokenizedRequest,
-    TokenOutputs,
-    pack_i32,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import pack_i32, unpack_i32, unpack_u64
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.requests import RequestRefused, TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.startup import ExecutorReady, SupervisorInbound
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.token_outputs import TokenOutputs
 
 
 def default_model() -> ModelSource:

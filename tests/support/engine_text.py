@@ -12,15 +12,10 @@ from ringserve.actor import ActorContext
 from ringserve.config import ModelSource, SchedulerConfig, SchedulerSettings, TokenizerSettings
 from ringserve.engine.scheduler_loop import SchedulerActor
 from ringserve.engine.tokenizer import create
-from ringserve.messages import (
-    GenerateRequest,
-    RequestRefused,
-    TextFinish,
-    TextOutputs,
-    TokenLogprob,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import unpack_i32, unpack_u64
+from ringserve.messages.logprobs import TokenLogprob
+from ringserve.messages.requests import GenerateRequest, RequestRefused
+from ringserve.messages.text_outputs import TextFinish, TextOutputs
 
 
 @dataclass

@@ -15,42 +15,18 @@ from typing import Any
 
 import msgspec
 
-from ringserve.messages import (
-    Abort,
-    CandidateLogprob,
-    ChatPrompt,
-    CheckIntegrity,
-    DetokenizeRequest,
-    DetokenizeResult,
-    DropSession,
-    EngineStats,
-    ExecutorReady,
-    FinishReason,
-    FrontendInbound,
-    FrontendMessage,
-    GenerateRequest,
-    IntegrityReport,
-    ListSessions,
-    Prompt,
-    RequestRefused,
-    SamplingDefaults,
-    SessionDropped,
-    SessionInfo,
-    SessionList,
-    SessionRef,
-    StepTimes,
-    TextFinish,
-    TextLogprobs,
-    TextOutputs,
-    TextPrompt,
-    TextStart,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenLogprob,
-    pack_i32,
-    pack_u64,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, pack_u64, unpack_i32
+from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
+from ringserve.messages.logprobs import CandidateLogprob, TokenLogprob
+from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt
+from ringserve.messages.requests import Abort, FinishReason, GenerateRequest, RequestRefused
+from ringserve.messages.rings import FrontendInbound, FrontendMessage
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionInfo, SessionList, SessionRef
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.text_outputs import TextFinish, TextLogprobs, TextOutputs, TextStart
+from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
 
 WORDS = (" alpha", " beta", " gamma", " émile", " 日本", " 👩‍🚀", " eta", " theta")
 MAX_MODEL_LEN = 512

@@ -19,7 +19,8 @@ from ringserve.actor import ActorContext
 from ringserve.config import FrontendConfig, FrontendSettings
 from ringserve.frontend.generation import StreamSettings
 from ringserve.frontend.server import FrontendActor
-from ringserve.messages import FrontendInbound, Started, StartFailed, SupervisorInbound
+from ringserve.messages.rings import FrontendInbound
+from ringserve.messages.startup import Started, StartFailed, SupervisorInbound
 
 T = TypeVar("T")
 MODEL = "fake-model"

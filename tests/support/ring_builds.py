@@ -14,7 +14,7 @@ from types import ModuleType
 import ringserve.shm
 
 SOURCES = Path(ringserve.shm.__file__).resolve().parent
-RING = tuple(str(SOURCES / name) for name in ("_ring.c", "_doorbell.c", "_producer.c", "_consumer.c"))
+RING = tuple(str(SOURCES / name) for name in ("_ring.c", "_doorbell.c", "_sleep.c", "_producer.c", "_consumer.c"))
 WAKEUP_RACE = (str(Path(__file__).with_name("wakeup_race.c")),)
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 

@@ -10,14 +10,11 @@ from ringserve.engine.runner import Runner
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import LogprobEntry, OutputBatch
 from ringserve.engine.swap_space import SwapCosts
-from ringserve.messages import (
-    ExecutorReady,
-    PromptLogprobs,
-    RequestRefused,
-    SamplingDefaults,
-    TokenizedRequest,
-    pack_i32,
-)
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.logprobs import PromptLogprobs
+from ringserve.messages.requests import RequestRefused, TokenizedRequest
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.startup import ExecutorReady
 
 
 def ready_of(

@@ -6,7 +6,9 @@ from typing import Any
 
 from device_runners import PAGE_SIZE
 
-from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 
 def first_step(prompts: list[list[int]], **sampling: Any) -> SchedulerOutput:

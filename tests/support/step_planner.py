@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ringserve.messages import (
-    ModelRunnerOutput,
-    NewSequence,
-    SamplingParams,
-    SchedulerOutput,
-    SlotPromptLogprobs,
-    pack_i32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.logprobs import SlotPromptLogprobs
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 GREEDY = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)
 

@@ -11,11 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-from scheduler_simulation import Engine, executor_ready
+from scheduler_inputs import executor_ready
+from scheduler_simulation import Engine
 
 from ringserve.config import SchedulerConfig
 from ringserve.engine.step_time import StepCosts, StepShape
-from ringserve.messages import RequestRefused, TokenizedRequest
+from ringserve.messages.requests import RequestRefused, TokenizedRequest
 
 SECOND = 10**9
 COSTS = StepCosts(

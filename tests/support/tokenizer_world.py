@@ -16,23 +16,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from ringserve.actor import ActorContext
 from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine.tokenizer import TokenizerActor, create
-from ringserve.messages import (
-    RINGS,
-    EngineStats,
-    ExecutorReady,
-    LogprobColumns,
-    PromptLogprobs,
-    SamplingDefaults,
-    SequenceFinish,
-    SequenceStart,
-    StepTimes,
-    TextOutputs,
-    TokenOutputs,
-    pack_i32,
-    pack_u64,
-    unpack_i32,
-    unpack_u64,
-)
+from ringserve.messages.columns import pack_i32, pack_u64, unpack_i32, unpack_u64
+from ringserve.messages.logprobs import LogprobColumns, PromptLogprobs
+from ringserve.messages.rings import RINGS
+from ringserve.messages.sampling import SamplingDefaults
+from ringserve.messages.startup import ExecutorReady
+from ringserve.messages.stats import EngineStats, StepTimes
+from ringserve.messages.text_outputs import TextOutputs
+from ringserve.messages.token_outputs import SequenceFinish, SequenceStart, TokenOutputs
 
 FRAGMENTS = [
     "Hello world", "naïve café", "😀", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "中文測試", "日本語のテキスト", "한국어",

@@ -11,6 +11,7 @@
 #include "_consumer.c"
 #include "_doorbell.c"
 #include "_producer.c"
+#include "_sleep.c"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -59,7 +60,7 @@ static int pin(int cpu) {
 
 /* After both are through: a sleeper that nobody rang sleeps on though there is something for it. */
 static void judge(Race *race, bool slept, bool something) {
-    bool rung = read_event(race->sleeper);
+    bool rung = bell_read_event(race->sleeper);
     race->slept += slept;
     race->refused += !slept;
     race->lost += slept && something && !rung;

@@ -23,7 +23,8 @@ from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.transfer_lane import upload
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
-from ringserve.messages import SamplingParams, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.sampling import SamplingParams
 
 SHAPE = DecoderShape(201, 64, 96, 2, 4, 2, 64, 1e-5, 0.125)
 MAX_SEQS, MAX_LEN, MAX_TOKENS, PAGE_SIZE, NUM_PAGES = 12, 256, 150, 16, 200

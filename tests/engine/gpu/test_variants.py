@@ -21,7 +21,7 @@ from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.gpu.device_runner import DeviceRunner, RunnerLimits
 from ringserve.engine.gpu.llama_model import LlamaModel, decoder_layers
 from ringserve.engine.kv_pool import KVPool
-from ringserve.messages import SamplingParams
+from ringserve.messages.sampling import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Triton 3.9 announces 3.10's default
 

@@ -17,7 +17,9 @@ from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine.executor import Executor
 from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.runner import Runner
-from ringserve.messages import ExecutorReady, ResumedChoice, pack_i32
+from ringserve.messages.columns import pack_i32
+from ringserve.messages.requests import ResumedChoice
+from ringserve.messages.startup import ExecutorReady
 
 PATTERNS = Patterns(VOCAB_SIZE)
 

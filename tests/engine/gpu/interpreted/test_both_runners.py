@@ -14,16 +14,9 @@ from step_planner import GREEDY, Job, StepPlanner
 from ringserve.engine.gpu.device_runner import DeviceRunner
 from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.sampler import NO_FINITE_LOGIT
-from ringserve.messages import (
-    ModelRunnerOutput,
-    NewSequence,
-    SamplingParams,
-    SchedulerOutput,
-    pack_f32,
-    pack_i32,
-    unpack_f32,
-    unpack_i32,
-)
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_f32, unpack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 POISON = 96
 PATTERNS = Patterns(VOCAB_SIZE, poison=POISON)

@@ -20,15 +20,10 @@ from ringserve.config import SchedulerConfig
 from ringserve.engine.gpu.device_state import StateWidths
 from ringserve.engine.scheduler_outputs import join_logprobs, split_logprobs
 from ringserve.engine.swap_space import SwapCosts
-from ringserve.messages import (
-    LogprobColumns,
-    ResumedChoice,
-    SamplingParams,
-    TokenizedRequest,
-    pack_f32,
-    pack_i32,
-    unpack_f32,
-)
+from ringserve.messages.columns import pack_f32, pack_i32, unpack_f32
+from ringserve.messages.logprobs import LogprobColumns
+from ringserve.messages.requests import ResumedChoice, TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
 
 PATTERNS = Patterns(VOCAB_SIZE)
 

@@ -26,7 +26,9 @@ from ringserve.engine.gpu.startup import build_gpu_engine
 from ringserve.engine.model_error import ModelError, UnsupportedDeviceError
 from ringserve.engine.model_loader import load_model
 from ringserve.engine.ready_engine import Engine
-from ringserve.messages import NewSequence, SamplingParams, SchedulerOutput, pack_i32, unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence, SchedulerOutput
 
 SMALL = {
     "decoder": tiny("qwen2-sliding", max_window_layers=1),

@@ -22,7 +22,7 @@ from ringserve.engine.model_loader import LoadedModel
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.swap_space import SwapCosts
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
-from ringserve.messages import ExecutorReady
+from ringserve.messages.startup import ExecutorReady
 
 PAGE_SIZE = 4
 NEW_TOKENS = 10

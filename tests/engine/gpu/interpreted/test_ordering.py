@@ -23,7 +23,9 @@ from ringserve.engine.gpu.graphs import bucket_of, graph_buckets
 from ringserve.engine.gpu.step_buffers import BufferPool, StepBuffers
 from ringserve.engine.gpu.step_split import split_step
 from ringserve.engine.slot_table import SlotTable
-from ringserve.messages import NewSequence, SamplingParams, pack_i32, unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence
 
 PATTERNS = Patterns(VOCAB_SIZE)
 

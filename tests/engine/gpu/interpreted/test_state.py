@@ -14,7 +14,9 @@ from ringserve.engine.gpu.sequence_writes import SlotValues
 from ringserve.kernels.gpu.sampler_state import IN_PROMPT, SamplerState
 from ringserve.kernels.gpu.step_rows import RowArrays, step_rows
 from ringserve.kernels.gpu.write_words import write_words
-from ringserve.messages import NewSequence, SamplingParams, pack_f32, pack_i32
+from ringserve.messages.columns import pack_f32, pack_i32
+from ringserve.messages.sampling import SamplingParams
+from ringserve.messages.steps import NewSequence
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
