@@ -154,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.append(together("all", results))
     _print(results[-1])
     if options.output is not None:
-        content = {"machine": describe(), "quantization": options.quantization, "texts": [vars(found) for found in results]}
+        content = {
+            "machine": describe(),
+            "quantization": options.quantization,
+            "texts": [vars(found) for found in results],
+        }
         write_json(options.output, content)
     return 0
 

@@ -9,8 +9,7 @@ Each group g of 64 inputs (zeros beyond k) is *rotated*, ``y = H (factors_g * x_
 among small ones, which models have in fixed places, would take the small ones' steps away; rotated, all 64 have a share
 in each (QuaRot, Ashkboos et al. 2024, rotates whole layers for the same reason).
 
-The layer's ``factors``, float32 ``[k_pad]``, are powers of two with fixed signs (``input_factors``). They share an
-input's size out between activations and weights: inputs that are usually large are made smaller, their weights larger,
+The layer's ``factors``, float32 ``[k_pad]``, have fixed signs (``input_factors``). They share an input's size out between activations and weights: inputs that are usually large are made smaller, their weights larger,
 which then have more steps where it counts (as in SmoothQuant, Xiao et al. 2022, and AWQ, Lin et al. 2023).
 ``rotate_weight`` gives the weights the inverse of both, so that products stay what they were.
 
@@ -98,8 +97,8 @@ def quantize_rows(x: int, m: int, k: int, k_pad: int, factors: int, q: int, scal
 
 
 def input_factors(weight: NDArray[np.float32], sizes: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """The factors ``[k_pad]`` of a layer ``[n, k]`` whose inputs have the root mean squares ``sizes`` ``[k]``: powers
-    of two near ``sqrt(norm of the input's weights / size)``, which has the smallest error where both are rounded with
+    """The factors ``[k_pad]`` of a layer ``[n, k]`` whose inputs have the root mean squares ``sizes`` ``[k]``:
+    ``sqrt(norm of the input's weights / size)`` as a part of its median, which has the smallest error where both are rounded with
     steps that are the same for all inputs; only signs where nothing is known."""
     k = weight.shape[1]
     factors: NDArray[np.float32] = aligned_zeros((-(-k // GROUP) * GROUP,), np.float32)
@@ -109,8 +108,9 @@ def input_factors(weight: NDArray[np.float32], sizes: NDArray[np.float32] | None
         known = (norms > TINY) & (sizes > TINY) & np.isfinite(norms) & np.isfinite(sizes)
         if known.any():
             ratios = np.sqrt(norms[known] / sizes[known])
-            spread = np.exp2(np.rint(np.log2(ratios / np.median(ratios))))
-            factors[:k][known] *= np.clip(spread, 1 / LARGEST_FACTOR, LARGEST_FACTOR).astype(np.float32)
+            factors[:k][known] *= np.clip(ratios / np.median(ratios), 1 / LARGEST_FACTOR, LARGEST_FACTOR).astype(
+                np.float32
+            )
     return factors
 
 
