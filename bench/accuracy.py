@@ -2,10 +2,10 @@
 
     python -P -m ringserve.bench.accuracy --quantization int8 --output bench/results/accuracy-int8.json
 
-For each text, in windows of 512 tokens, at most four: the perplexity in float32 (transformers' own eager pass), the mean
-Kullback-Leibler divergence of the path's distribution of the next token from it, in nats, and how often the best token is
-the same; at last the same over all tokens. The texts are a licence, technical prose, two speeches of 1863 and 1865, and
-what the model itself writes: answers to questions, greedy, and stories at temperature 0.7.
+For each text, in windows of 512 tokens, at most four: the perplexity in float32 (transformers' own eager pass), the
+mean Kullback-Leibler divergence of the path's distribution of the next token from it, in nats, and how often the best
+token is the same; at last these over all tokens. The texts are a licence, technical prose, two speeches of 1863 and 1865,
+and what the model itself writes: answers to questions, greedy, and stories at temperature 0.7.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -159,7 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "quantization": options.quantization,
             "texts": [vars(found) for found in results],
         }
-        write_json(options.output, content)
     return 0
 
 

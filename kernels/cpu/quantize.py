@@ -9,8 +9,9 @@ Each group g of 64 inputs (zeros beyond k) is *rotated*, ``y = H (factors_g * x_
 among small ones, which models have in fixed places, would take the small ones' steps away; rotated, all 64 have a share
 in each (QuaRot, Ashkboos et al. 2024, rotates whole layers for the same reason).
 
-The layer's ``factors``, float32 ``[k_pad]``, have fixed signs (``input_factors``). They share an input's size out between activations and weights: inputs that are usually large are made smaller, their weights larger,
-which then have more steps where it counts (as in SmoothQuant, Xiao et al. 2022, and AWQ, Lin et al. 2023).
+The layer's ``factors``, float32 ``[k_pad]``, have fixed signs (``input_factors``). They share an input's size out
+between activations and weights: inputs that are usually large are made smaller, their weights larger, which then have
+more steps where it counts (as in SmoothQuant, Xiao et al. 2022, and AWQ, Lin et al. 2023).
 ``rotate_weight`` gives the weights the inverse of both, so that products stay what they were.
 
 A pair is the float32 scale and an int32, ``-128 * sum(q)``: what a product with weights stored as w + 128 has too much.
@@ -98,8 +99,9 @@ def quantize_rows(x: int, m: int, k: int, k_pad: int, factors: int, q: int, scal
 
 def input_factors(weight: NDArray[np.float32], sizes: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """The factors ``[k_pad]`` of a layer ``[n, k]`` whose inputs have the root mean squares ``sizes`` ``[k]``:
-    ``sqrt(norm of the input's weights / size)`` as a part of its median, which has the smallest error where both are rounded with
-    steps that are the same for all inputs; only signs where nothing is known."""
+    ``sqrt(norm of the input's weights / size)`` in units of its median. Where both are rounded with steps that are the
+    same for all inputs of a group, that gives the smallest error (by the inequality of Cauchy and Schwarz). Only signs
+    where nothing is known."""
     k = weight.shape[1]
     factors: NDArray[np.float32] = aligned_zeros((-(-k // GROUP) * GROUP,), np.float32)
     factors[:] = np.resize(_signs(), len(factors))
