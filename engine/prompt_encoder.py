@@ -15,6 +15,11 @@ from ringserve.engine.tokenizer_loader import LoadedTokenizer
 from ringserve.messages import ChatPrompt, Prompt, RequestRefused, TextPrompt, TokenPrompt, unpack_i32
 
 
+PIECE = 65_536
+"""Token ids that are looked at in one go, about 1 ms: a single call on millions would keep the interpreter from all other
+threads for as long as it takes."""
+
+
 class PromptError(ValueError):
     """The prompt is refused with status 400."""
 
@@ -89,7 +94,7 @@ class PromptEncoder:
             if limits is not None:
                 self._check_characters(text, limits, param)
             ids = self._encode_text(text, isinstance(prompt, TextPrompt) and prompt.add_special_tokens)
-            packed = array("i", ids).tobytes()
+            packed = _packed(ids)
         view = unpack_i32(packed)
         count = len(view)
         if count == 0:
@@ -107,9 +112,11 @@ class PromptEncoder:
         Raises:
             PromptError: one is not.
         """
-        ids = unpack_i32(packed).tolist()
-        if ids:
-            self._check_range(ids, limits, param)
+        view = unpack_i32(packed)
+        ids: list[int] = []
+        for start in range(0, len(view), PIECE):
+            ids += view[start : start + PIECE].tolist()
+        self._check_range(ids, limits, param)
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -137,9 +144,11 @@ class PromptEncoder:
 
     def _check_range(self, ids: Sequence[int], limits: PromptLimits | None, param: str) -> None:
         vocab_size = limits.vocab_size if limits is not None else self._backend.get_vocab_size(with_added_tokens=True)
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-            raise PromptError(f"Token id {bad} is out of vocabulary (0 to {vocab_size - 1}).", param)
+        for start in range(0, len(ids), PIECE):
+            piece = ids[start : start + PIECE]
+            if min(piece) < 0 or max(piece) >= vocab_size:
+                bad = next(token_id for token_id in piece if not 0 <= token_id < vocab_size)
+                raise PromptError(f"Token id {bad} is out of vocabulary (0 to {vocab_size - 1}).", param)
 
     def _check_characters(self, text: str, limits: PromptLimits, param: str) -> None:
         bound = limits.max_model_len * self._longest_token
@@ -161,6 +170,13 @@ class PromptEncoder:
                 param,
                 "context_length_exceeded",
             )
+
+
+def _packed(ids: list[int]) -> bytes:
+    packed = array("i")
+    for start in range(0, len(ids), PIECE):
+        packed.extend(ids[start : start + PIECE])
+    return packed.tobytes()
 
 
 def _noun(param: str) -> str:

@@ -230,10 +230,14 @@ class Dispatcher:
             raise overloaded("The request queue is full.", 1.0, self._overload_status)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[request_id] = future
-        self._outbox.send(message)
-        self._flush_soon()
         try:
+            self._outbox.send(message)
+            self._flush_soon()
             return await future
+        except asyncio.CancelledError:  # whoever asked is gone: nothing need be worked out for it
+            self._outbox.send(Abort(request_id))
+            self._flush_soon()
+            raise
         finally:
             self._replies.pop(request_id, None)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizer_world import (
     CHAT_TEMPLATE,
@@ -25,7 +26,8 @@ from tokenizer_world import (
     token_outputs,
 )
 
-from ringserve.engine.prompt_encoder import PromptEncoder
+from ringserve.engine import token_questions
+from ringserve.engine.prompt_encoder import PIECE, PromptEncoder
 from ringserve.messages import (
     Abort,
     ChatPrompt,
@@ -54,6 +56,7 @@ from ringserve.messages import (
     pack_i32,
     unpack_i32,
 )
+from ringserve.shm import MAX_MESSAGE
 
 SECOND = 1 << 48
 """Request ids of the second frontend begin here."""
@@ -295,7 +298,7 @@ def run_until_quiet(world: World, act: Callable[[], None]) -> int:
     async def live() -> int:
         act()
         turns = 0
-        while world.actor._lanes._lanes:
+        while world.actor._lanes._lanes or world.actor._question_lanes._lanes:
             turns += 1
             await asyncio.sleep(0)
         return turns
@@ -694,6 +697,96 @@ def test_large_ones_go_through_the_thread(world: World) -> None:
 
     run_until_quiet(world, act)
     assert world.frontend.take() == [TokenizeResult(1, pack_i32(ids), None), DetokenizeResult(2, LONG)]
+
+
+def test_nobody_waits_for_a_long_question(world: World) -> None:
+    """Prompts, short questions and aborts of the same frontend pass a text that takes long, and long prompts have
+    threads of their own."""
+
+    def act() -> None:
+        world.actor.handle(TokenizeRequest(1, TextPrompt(LONG * 30)), "frontend-0")
+        world.actor.handle(DetokenizeRequest(2, pack_i32([5] * 100_000)), "frontend-0")
+        generate(world, GREETING, 3)
+        world.actor.handle(TokenizeRequest(4, GREETING), "frontend-0")
+        world.actor.handle(DetokenizeRequest(5, pack_i32([5])), "frontend-0")
+        world.actor.handle(CheckIntegrity(6), "frontend-0")
+        assert [message.request_id for message in world.scheduler.take()] == [3, 6]
+        assert [message.request_id for message in world.frontend.take()] == [4, 5]
+        generate(world, TextPrompt(LONG), 7)
+
+    run_until_quiet(world, act)
+    assert [message.request_id for message in world.scheduler.take()] == [7]
+    assert [message.request_id for message in world.frontend.take()] == [1, 2]
+    feed(world, Row(3, finish="abort"), Row(7, finish="abort"))
+
+
+def test_questions_that_nobody_waits_for_are_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    worked: list[int] = []
+    tokenize = world.actor._questions.tokenize
+
+    def counted(request: TokenizeRequest) -> TokenizeResult:
+        worked.append(request.request_id)
+        return tokenize(request)
+
+    monkeypatch.setattr(world.actor._questions, "tokenize", counted)
+
+    def act() -> None:
+        for request_id in (1, 2, 3):
+            world.actor.handle(TokenizeRequest(request_id, TextPrompt(LONG)), "frontend-0")
+        world.actor.handle(Abort(1), "frontend-0")  # in the thread already
+        world.actor.handle(Abort(2), "frontend-0")
+
+    run_until_quiet(world, act)
+    assert [message.request_id for message in world.frontend.take()] == [3]
+    assert worked == [1, 3]
+    assert not world.actor._asked
+    assert not world.scheduler.take()
+
+
+def test_questions_with_too_large_answers_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not go into a message would end the process, and with it the server."""
+    monkeypatch.setattr(token_questions, "MAX_TOKENS", 30_000)
+    monkeypatch.setattr(token_questions, "MAX_STRINGS", 20)
+    monkeypatch.setattr(token_questions, "MAX_TEXT_BYTES", 50_000)
+
+    def act() -> None:
+        world.actor.handle(TokenizeRequest(1, TextPrompt("1" * 30_001)), "frontend-0")
+        world.actor.handle(TokenizeRequest(2, TextPrompt("1" * 30_000)), "frontend-0")
+        world.actor.handle(TokenizeRequest(3, TextPrompt("1" * 21), with_strings=True), "frontend-0")
+        world.actor.handle(DetokenizeRequest(4, pack_i32([5] * 30_001)), "frontend-0")
+        world.actor.handle(DetokenizeRequest(5, pack_i32(ids_of(world, " Washington") * 20_000)), "frontend-0")
+
+    run_until_quiet(world, act)
+    answers = {message.request_id: message for message in world.frontend.take()}
+    assert len(unpack_i32(answers.pop(2).token_ids)) == 30_000
+    assert {key: (each.status, each.param) for key, each in answers.items()} == {
+        1: (400, "prompt"),
+        3: (400, "return_token_strs"),
+        4: (400, "tokens"),
+        5: (400, "tokens"),
+    }
+    assert "has 30001 tokens, more than the 30000" in answers[1].message
+
+
+def test_the_largest_answers_go_into_a_message() -> None:
+    """Several of them may wait for a frontend."""
+    ids = msgspec.msgpack.encode(TokenizeResult(2**63, bytes(4 * token_questions.MAX_TOKENS), None))
+    text = msgspec.msgpack.encode(DetokenizeResult(2**63, "a" * token_questions.MAX_TEXT_BYTES))
+    assert 3 * max(len(ids), len(text)) < MAX_MESSAGE
+
+
+@pytest.mark.parametrize("count", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+@pytest.mark.parametrize("bad", [-1, 49_152])
+def test_ids_are_looked_at_to_the_last(world: World, count: int, bad: int) -> None:
+    def act() -> None:
+        world.actor.handle(DetokenizeRequest(1, pack_i32([*[5] * count, bad])), "frontend-0")
+        world.actor.handle(DetokenizeRequest(2, pack_i32([5] * count)), "frontend-0")
+
+    run_until_quiet(world, act)
+    refused, text = sorted(world.frontend.take(), key=lambda message: message.request_id)
+    assert (refused.status, refused.param) == (400, "tokens")
+    assert f"Token id {bad} is out" in refused.message
+    assert text == DetokenizeResult(2, world.actor._encoder.decode([5] * count, skip_special_tokens=False))
 
 
 def test_one_message_for_each_frontend(world: World) -> None:
