@@ -14,10 +14,9 @@ from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer_loader import LoadedTokenizer
 from ringserve.messages import ChatPrompt, Prompt, RequestRefused, TextPrompt, TokenPrompt, unpack_i32
 
-
 PIECE = 65_536
-"""Token ids that are looked at in one go, about 1 ms: a single call on millions would keep the interpreter from all other
-threads for as long as it takes."""
+"""Token ids that are looked at in one go, about 1 ms: a call on millions would keep all other threads from the
+interpreter for as long as it takes."""
 
 
 class PromptError(ValueError):
@@ -86,7 +85,7 @@ class PromptEncoder:
                 encoded where they have more characters than ``max_model_len`` of the longest tokens stand for.
         """
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        text, ids = None, None
+        text = None
         if isinstance(prompt, TokenPrompt):
             packed = prompt.token_ids
         else:
@@ -94,6 +93,7 @@ class PromptEncoder:
             if limits is not None:
                 self._check_characters(text, limits, param)
             ids = self._encode_text(text, isinstance(prompt, TextPrompt) and prompt.add_special_tokens)
+            self._check_range(ids, limits, param)
             packed = _packed(ids)
         view = unpack_i32(packed)
         count = len(view)
@@ -101,7 +101,8 @@ class PromptEncoder:
             raise PromptError(f"{param} must not be empty.", param)
         if limits is not None:
             self._check_count(count, limits, room, param)
-        self._check_range(view if ids is None else ids, limits, param)
+        if isinstance(prompt, TokenPrompt):
+            self._check_range(view, limits, param)
         if decode and text is None:
             text = self.decode(view.tolist(), skip_special_tokens)
         return EncodedPrompt(packed, text)
@@ -173,9 +174,12 @@ class PromptEncoder:
 
 
 def _packed(ids: list[int]) -> bytes:
+    """Packed; the list is empty afterwards, since millions of numbers given up at once take long as well."""
     packed = array("i")
     for start in range(0, len(ids), PIECE):
         packed.extend(ids[start : start + PIECE])
+    while ids:
+        del ids[-PIECE:]
     return packed.tobytes()
 
 

@@ -60,8 +60,8 @@ class TokenQuestions:
         size = len(text.encode("utf-8", "surrogatepass"))
         if size > MAX_TEXT_BYTES:
             raise PromptError(
-                f"The text of tokens has {size} bytes, more than the {MAX_TEXT_BYTES} that one answer holds. Please ask "
-                "for it in parts.",
+                f"The text of tokens has {size} bytes, more than the {MAX_TEXT_BYTES} that one answer holds. Please "
+                "ask for it in parts.",
                 "tokens",
             )
         return DetokenizeResult(request.request_id, text)

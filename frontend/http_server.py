@@ -101,8 +101,8 @@ class UntilClose:
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with the transport in reach of the application, JSON for broken requests, bounds on
-    a request's head, answers that HTTP/1.0 clients can read, and clients seen to leave also when they have sent more than
-    the request being answered."""
+    a request's head, answers that HTTP/1.0 clients can read, and clients seen to leave also when they have sent more
+    than the request being answered."""
 
     _running: RequestResponseCycle | None = None
     """What is being answered; uvicorn's ``cycle`` is what was read last."""

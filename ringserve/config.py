@@ -49,7 +49,7 @@ class ModelConfig(_Group, frozen=True):
     max_model_len: Annotated[
         Positive | None,
         Meta(
-            description="Longest sequence, prompt and answer together, in tokens (at least 2). Default: the model's own."
+            description="Longest sequence, prompt and answer together, in tokens, at least 2. Default: the model's own."
         ),
     ] = None
 

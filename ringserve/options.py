@@ -236,13 +236,11 @@ def _check(config: ServeConfig) -> None:
     longest = config.model.max_model_len
     if longest is not None and longest < SHORTEST_SEQUENCE:
         raise OptionError(
-            f"--max-model-len: {longest} leaves no room for a prompt and an answer; set at least {SHORTEST_SEQUENCE}, or "
-            "leave it out for the model's own length"
+            f"--max-model-len: {longest} leaves no room for a prompt and an answer; set at least {SHORTEST_SEQUENCE}, "
+            "or leave it out for the model's own length"
         )
     _check_zero_or_at_least("--queue-timeout", config.scheduler.queue_timeout, SHORTEST_QUEUE_TIMEOUT)
-    _check_zero_or_at_least(
-        "--sse-keep-alive-interval", config.frontend.sse_keep_alive_interval, SHORTEST_KEEP_ALIVE
-    )
+    _check_zero_or_at_least("--sse-keep-alive-interval", config.frontend.sse_keep_alive_interval, SHORTEST_KEEP_ALIVE)
     if config.scheduler.overload_status not in (503, 429):
         raise OptionError(f"--overload-status: {config.scheduler.overload_status} is neither 503 nor 429")
     try:
