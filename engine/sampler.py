@@ -55,6 +55,14 @@ def end_ids(sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: 
     return np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
 
 
+def allowed_ids(sampling: SamplingParams, vocab_size: int) -> NDArray[np.int64] | None:
+    """The tokens that may be drawn, of those that the model has; None: all."""
+    if not sampling.allowed_token_ids:
+        return None
+    ids = np.frombuffer(sampling.allowed_token_ids, dtype=np.int32).astype(np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
 def has_penalties(sampling: SamplingParams) -> bool:
     """Whether the tokens that occurred matter."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
@@ -79,6 +87,7 @@ class _Slot:
         self.key = (sampling.seed & _WORD, sampling.seed >> 32 & _WORD)
         self.bias_ids, self.bias_values = known_biases(sampling, vocab_size)
         self.end_ids = end_ids(sampling, eos_token_ids, vocab_size)
+        self.allowed_ids = allowed_ids(sampling, vocab_size)
         self.has_penalties = has_penalties(sampling)
         self.counts = (
             TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
@@ -95,13 +104,19 @@ class _Slot:
 
     @property
     def _changes_logits(self) -> bool:
-        return self.has_penalties or len(self.bias_ids) > 0 or self._hides_ends
+        return self.has_penalties or len(self.bias_ids) > 0 or self._hides_ends or self.allowed_ids is not None
 
     def process(self, row: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Bias, penalties and the mask of min_tokens; the row itself where there is nothing to do."""
+        """The mask of allowed tokens, bias, penalties and the mask of min_tokens; the row itself where there is nothing
+        to do."""
         if not self._changes_logits:
             return row
-        row = row.copy()
+        if self.allowed_ids is None:
+            row = row.copy()
+        else:
+            allowed = row[self.allowed_ids]
+            row = np.full_like(row, -np.inf)
+            row[self.allowed_ids] = allowed
         row[self.bias_ids] += self.bias_values
         if self.counts is not None:
             sampling = self.sampling

@@ -76,8 +76,9 @@ def sampling_params(
     ids, values = _logit_bias(body.logit_bias, limits.ready.vocab_size)
     stop_token_ids = token_ids(body.stop_token_ids or [], limits.ready.vocab_size, "stop_token_ids")
     min_tokens = _min_tokens(body.min_tokens, max_tokens)
+    allowed = _allowed_token_ids(body.allowed_token_ids, limits.ready)
     if min_tokens:
-        _check_something_may_be_drawn(stop_token_ids, bool(body.ignore_eos), limits.ready)
+        _check_something_may_be_drawn(stop_token_ids, bool(body.ignore_eos), allowed, limits.ready)
     top_k = number(body.top_k, defaults.top_k, "top_k", lambda k: k >= -1, "-1, 0 (both: off) or at least 1")
     return SamplingParams(
         seed=_seed(body.seed),
@@ -107,6 +108,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        allowed_token_ids=allowed,
     )
 
 
@@ -257,11 +259,26 @@ def _min_tokens(value: int | None, max_tokens: int | None) -> int:
     return number(value, 0, "min_tokens", lambda v: 0 <= v <= most, f"between 0 and max_tokens ({most})")
 
 
-def _check_something_may_be_drawn(stop_token_ids: bytes, ignore_eos: bool, ready: ExecutorReady) -> None:
+def _allowed_token_ids(ids: list[int] | None, ready: ExecutorReady) -> bytes:
+    """Ascending, each once; empty where all are allowed."""
+    if ids is None:
+        return b""
+    if not ids:
+        raise invalid("allowed_token_ids must not be empty.", "allowed_token_ids")
+    if ready.device == "cuda":
+        raise invalid("allowed_token_ids is not supported on GPUs.", "allowed_token_ids")
+    return token_ids(sorted(set(ids)), ready.vocab_size, "allowed_token_ids")
+
+
+def _check_something_may_be_drawn(
+    stop_token_ids: bytes, ignore_eos: bool, allowed: bytes, ready: ExecutorReady
+) -> None:
     """Until min_tokens no token is drawn that ends the answer: some token must be left."""
     ends = set(unpack_i32(stop_token_ids))
     if not ignore_eos:
         ends.update(unpack_i32(ready.eos_token_ids))
+    if allowed and ends.issuperset(unpack_i32(allowed)):
+        raise invalid("allowed_token_ids must hold a token that can be drawn before min_tokens.", "allowed_token_ids")
     if len(ends) >= ready.vocab_size:
         raise invalid("stop_token_ids must leave a token that can be drawn before min_tokens.", "stop_token_ids")
 

@@ -95,6 +95,8 @@ class SamplingParams(Part, frozen=True):
     """-1: none; 0: of the chosen token; k: and of the k most likely tokens. From the unprocessed logits."""
     prompt_logprobs: int = -1
     """The same for the prompt's tokens, each given those before it (the first one has none)."""
+    allowed_token_ids: bytes = b""
+    """int32, ascending: no other token is drawn. Empty: every token may be."""
 
 
 class OutputParams(Part, frozen=True):

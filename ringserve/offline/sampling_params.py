@@ -3,6 +3,7 @@ those of ``ringserve.frontend.validation``, so that both sides refuse the same v
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -63,9 +64,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token is drawn; not on GPUs."""
 
     def __post_init__(self) -> None:
         engine_params(self, _ANY_ENGINE)
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one: a change of either leaves the other as it is."""
+        return copy.deepcopy(self)
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ def _body(params: SamplingParams) -> CompletionBody:
     bias = values["logit_bias"]
     if isinstance(bias, Mapping):
         values["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
         if isinstance(values[name], Iterable) and not isinstance(values[name], str):
             values[name] = list(values[name])
     prompt_logprobs = values.pop("prompt_logprobs")

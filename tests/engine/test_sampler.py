@@ -39,6 +39,11 @@ def _run(sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[in
     return tokens
 
 
+def _forbidden(sampling: SamplingParams) -> set[int]:
+    allowed = set(unpack_i32(sampling.allowed_token_ids).tolist())
+    return set(range(VOCAB)) - allowed if allowed else set()
+
+
 MIXED = [
     _params(temperature=0.0),
     _params(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7),
@@ -48,6 +53,8 @@ MIXED = [
     _params(14, min_p=0.1, presence_penalty=-1.5, frequency_penalty=1.0, min_tokens=6, stop_token_ids=pack_i32([7, 9])),
     _params(15, min_tokens=30, ignore_eos=True, stop_token_ids=pack_i32([11]), bias={3: 30.0, 11: 31.0, 600: -5.0}),
     _params(16, temperature=0.0, min_tokens=4, bias={3: 40.0, 5: 39.0}),
+    _params(17, allowed_token_ids=pack_i32([3, *range(50, 300)]), repetition_penalty=0.8, bias={3: 2.0, 400: 90.0}),
+    _params(18, temperature=0.0, allowed_token_ids=pack_i32(range(0, VOCAB, 3)), min_tokens=3),
 ]
 
 
@@ -69,7 +76,7 @@ def test_equals_the_reference_step_by_step(sampling: SamplingParams) -> None:
             repetition=sampling.repetition_penalty,
             presence=sampling.presence_penalty,
             frequency=sampling.frequency_penalty,
-            hidden=ends if step < sampling.min_tokens else [],
+            hidden=[*(ends if step < sampling.min_tokens else []), *_forbidden(sampling)],
         )
         counter = np.array([[len(prompt) + step, 2, 0, 0]], dtype=np.uint32)
         key = np.array([[sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]], dtype=np.uint32)
@@ -86,6 +93,20 @@ def test_equals_the_reference_step_by_step(sampling: SamplingParams) -> None:
 def test_min_tokens_hides_ends_and_then_lets_them_come() -> None:
     assert [token in EOS for token in _run(MIXED[7], [1], [], range(8))] == [False] * 4 + [True] * 4
     assert _run(MIXED[6], [1], [], range(3)) == [3] * 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("allowed", [[0], [VOCAB - 1], [7, 8], list(range(100, 300)), list(range(VOCAB))])
+def test_only_allowed_tokens_are_drawn(allowed: list[int], temperature: float) -> None:
+    sampling = _params(21, temperature=temperature, allowed_token_ids=pack_i32(allowed))
+    tokens = _run(sampling, [1], [], range(30))
+    assert set(tokens) <= set(allowed)
+    if len(allowed) == VOCAB:
+        assert tokens == _run(_params(21, temperature=temperature), [1], [], range(30))
+
+
+def test_ids_that_the_model_has_not_are_not_allowed() -> None:
+    assert set(_run(_params(22, allowed_token_ids=pack_i32([-1, 6, VOCAB])), [1], [], range(5))) == {6}
 
 
 @pytest.mark.parametrize("sampling", MIXED, ids=range(len(MIXED)))
