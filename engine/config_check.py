@@ -7,7 +7,7 @@ architectures only the loaded model says what it keeps for a token, and memory i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.kv_budget import KVBudget, plan_kv
@@ -86,5 +86,5 @@ def check_memory(
     check_swap_space(settings.config.swap_space, bytes_per_page(layers, page_size, kv_dtype))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and value > 0

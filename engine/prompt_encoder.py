@@ -38,6 +38,7 @@ class PromptLimits:
 
     vocab_size: int
     max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,25 @@ class PromptEncoder:
             ids += view[start : start + PIECE].tolist()
         self._check_range(ids, limits, param)
         return ids
+
+    def bad_word_ids(self, words: Sequence[str], limits: PromptLimits) -> list[list[int]]:
+        """The sequences of tokens that stand for words, as vLLM chooses them: each word at the beginning of a text and,
+        where that is another sequence of as many tokens, after a space.
+
+        Raises:
+            PromptError: a word has no token, or one that the model has not.
+        """
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        sequences: list[list[int]] = []
+        for word, plain, spaced in zip(words, encoded[::2], encoded[1::2], strict=True):
+            if not plain.ids:
+                raise PromptError(f"bad_words: no token stands for {word[:100]!r}.", "bad_words")
+            self._check_range([*plain.ids, *spaced.ids], limits, "bad_words")
+            sequences.append(plain.ids)
+            if len(spaced.ids) == len(plain.ids) and spaced.ids[0] != plain.ids[0]:
+                sequences.append(spaced.ids)
+        return sequences
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids. ``decode_batch`` releases the GIL."""

@@ -63,6 +63,16 @@ def allowed_ids(sampling: SamplingParams, vocab_size: int) -> NDArray[np.int64] 
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
+def bad_words(sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """Sequences of tokens that are not to be generated."""
+    ids = np.frombuffer(sampling.bad_word_ids, dtype=np.int32).tolist()
+    words, start = [], 0
+    for length in np.frombuffer(sampling.bad_word_lengths, dtype=np.int32).tolist():
+        words.append(tuple(ids[start : start + length]))
+        start += length
+    return words
+
+
 def has_penalties(sampling: SamplingParams) -> bool:
     """Whether the tokens that occurred matter."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
@@ -88,6 +98,10 @@ class _Slot:
         self.bias_ids, self.bias_values = known_biases(sampling, vocab_size)
         self.end_ids = end_ids(sampling, eos_token_ids, vocab_size)
         self.allowed_ids = allowed_ids(sampling, vocab_size)
+        self.bad_words = [word for word in bad_words(sampling) if 0 <= word[-1] < vocab_size]
+        self.num_remembered = max(map(len, self.bad_words), default=1) - 1
+        self.remembered = self._last(token_ids[num_prompt_tokens:].tolist())
+        """Generated tokens that a bad word may have begun with."""
         self.has_penalties = has_penalties(sampling)
         self.counts = (
             TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
@@ -104,11 +118,13 @@ class _Slot:
 
     @property
     def _changes_logits(self) -> bool:
-        return self.has_penalties or len(self.bias_ids) > 0 or self._hides_ends or self.allowed_ids is not None
+        if self.has_penalties or self.allowed_ids is not None or self.bad_words:
+            return True
+        return len(self.bias_ids) > 0 or self._hides_ends
 
     def process(self, row: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The mask of allowed tokens, bias, penalties and the mask of min_tokens; the row itself where there is nothing
-        to do."""
+        """The mask of allowed tokens, bias, penalties, the masks of bad words and of min_tokens; the row itself where
+        there is nothing to do."""
         if not self._changes_logits:
             return row
         if self.allowed_ids is None:
@@ -123,6 +139,9 @@ class _Slot:
             self.counts.penalize(
                 row, sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
             )
+        for word in self.bad_words:
+            if self.remembered[len(self.remembered) - len(word) + 1 :] == list(word[:-1]):
+                row[word[-1]] = -np.inf
         if self._hides_ends:
             row[self.end_ids] = -np.inf
         return row
@@ -145,6 +164,11 @@ class _Slot:
         self.length += 1
         if self.counts is not None:
             self.counts.add_generated(token_id)
+        if self.num_remembered:
+            self.remembered = self._last([*self.remembered, token_id])
+
+    def _last(self, generated: list[int]) -> list[int]:
+        return generated[max(0, len(generated) - self.num_remembered) :]
 
 
 class Sampler:

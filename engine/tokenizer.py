@@ -145,8 +145,9 @@ class TokenizerActor:
                 self._requests.pop(request_id, None)
                 self._answer(request_id, message)
             case ExecutorReady():
-                self._limits = PromptLimits(message.vocab_size, message.max_model_len)
-                self._outputs.eos_ids = frozenset(unpack_i32(message.eos_token_ids))
+                ends = frozenset(unpack_i32(message.eos_token_ids))
+                self._limits = PromptLimits(message.vocab_size, message.max_model_len, ends)
+                self._outputs.eos_ids = ends
                 self._broadcast(message)
             case LoadProgress():
                 self._broadcast(message)
@@ -193,7 +194,7 @@ class TokenizerActor:
                 work=lambda: _guarded(request_id, lambda: self._admission.admit(request, limits)),
                 done=lambda result: self._on_admitted(state, result),
                 dropped=lambda: state.aborted,
-                short=_is_short(request.prompt) and not request.resumed,
+                short=_is_short(request.prompt) and not request.resumed and not request.output.bad_words,
             ),
         )
 

@@ -29,6 +29,9 @@ from ringserve.messages import (
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096
 """What all streams wait for while it is prepared and searched for must be bounded."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+"""Every one of a request's is looked for at each of its tokens."""
 MAX_SALT_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 256
 _I32_MAX = 2**31 - 1
@@ -112,7 +115,7 @@ def sampling_params(
     )
 
 
-def output_params(body: GenerationBody, *, echo: bool) -> OutputParams:
+def output_params(body: GenerationBody, limits: Limits, *, echo: bool) -> OutputParams:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
@@ -125,6 +128,7 @@ def output_params(body: GenerationBody, *, echo: bool) -> OutputParams:
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=echo or bool(body.return_token_ids),
+        bad_words=_bad_words(body.bad_words or [], limits.ready),
     )
 
 
@@ -268,6 +272,18 @@ def _allowed_token_ids(ids: list[int] | None, ready: ExecutorReady) -> bytes:
     if ready.device == "cuda":
         raise invalid("allowed_token_ids is not supported on GPUs.", "allowed_token_ids")
     return token_ids(sorted(set(ids)), ready.vocab_size, "allowed_token_ids")
+
+
+def _bad_words(words: list[str], ready: ExecutorReady) -> tuple[str, ...]:
+    if words and ready.device == "cuda":
+        raise invalid("bad_words is not supported on GPUs.", "bad_words")
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid(f"bad_words must have at most {MAX_BAD_WORDS} words, got {len(words)}.", "bad_words")
+    if not all(word.strip() for word in words):
+        raise invalid("bad_words must not contain an empty word.", "bad_words")
+    if any(len(word) > MAX_BAD_WORD_CHARACTERS for word in words):
+        raise invalid(f"bad_words must have words of at most {MAX_BAD_WORD_CHARACTERS} characters.", "bad_words")
+    return tuple(words)
 
 
 def _check_something_may_be_drawn(

@@ -97,6 +97,10 @@ class SamplingParams(Part, frozen=True):
     """The same for the prompt's tokens, each given those before it (the first one has none)."""
     allowed_token_ids: bytes = b""
     """int32, ascending: no other token is drawn. Empty: every token may be."""
+    bad_word_ids: bytes = b""
+    """int32: sequences, one after the other, that no token drawn completes. The tokenizer process fills them in."""
+    bad_word_lengths: bytes = b""
+    """int32, one for each sequence."""
 
 
 class OutputParams(Part, frozen=True):
@@ -107,6 +111,8 @@ class OutputParams(Part, frozen=True):
     skip_special_tokens: bool = True
     echo: bool = False
     """Return the prompt's text (and its token ids) with the first output."""
+    bad_words: tuple[str, ...] = ()
+    """Become ``SamplingParams.bad_word_ids``."""
 
 
 class ServiceTargets(Part, frozen=True):

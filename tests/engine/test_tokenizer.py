@@ -27,7 +27,7 @@ from tokenizer_world import (
 )
 
 from ringserve.engine import token_questions
-from ringserve.engine.prompt_encoder import PIECE, PromptEncoder
+from ringserve.engine.prompt_encoder import PIECE, PromptEncoder, PromptError, PromptLimits
 from ringserve.messages import (
     Abort,
     ChatPrompt,
@@ -697,6 +697,48 @@ def test_large_ones_go_through_the_thread(world: World) -> None:
 
     run_until_quiet(world, act)
     assert world.frontend.take() == [TokenizeResult(1, pack_i32(ids), None), DetokenizeResult(2, LONG)]
+
+
+def words_of(world: World, *words: str, **more: Any) -> Any:
+    """What the tokenizer process makes of a request with bad words."""
+    sampling = SamplingParams(1, **more)
+    request = GenerateRequest(1, GREETING, sampling, OutputParams(bad_words=words), max_tokens=5)
+    run_until_quiet(world, lambda: world.actor.handle(request, "frontend-0"))
+    if refused := world.frontend.take():
+        return refused[0]
+    (request,) = world.scheduler.take()
+    feed(world, Row(1, finish="abort"))
+    world.frontend.clear()
+    found, start = [], 0
+    for length in unpack_i32(request.sampling.bad_word_lengths):
+        found.append(unpack_i32(request.sampling.bad_word_ids)[start : start + length].tolist())
+        start += length
+    return found
+
+
+def test_bad_words_become_tokens_with_and_without_a_space(world: World) -> None:
+    plain, spaced = ids_of(world, "Paris"), ids_of(world, " Paris")
+    assert words_of(world) == []
+    found = words_of(world, " Paris", "?!")
+    assert plain in found
+    assert (spaced in found) == (len(spaced) == len(plain))
+    assert ids_of(world, "?!") in found
+
+
+def test_bad_words_that_leave_nothing_are_refused(world: World) -> None:
+    (token,) = ids_of(world, "Paris")[-1:]
+    for more in (
+        {"allowed_token_ids": pack_i32([token])},
+        {"allowed_token_ids": pack_i32([2, token]), "min_tokens": 1},  # 2 is the model's end
+        {"allowed_token_ids": pack_i32([7, token]), "min_tokens": 1, "stop_token_ids": pack_i32([7])},
+    ):
+        refused = words_of(world, "Paris", **more)
+        assert (refused.status, refused.param) == (400, "bad_words")
+    assert words_of(world, "Paris", allowed_token_ids=pack_i32([2, token]))
+    assert words_of(world, "Paris", allowed_token_ids=pack_i32([2, token]), min_tokens=1, ignore_eos=True)
+    with pytest.raises(PromptError, match="out of vocabulary") as caught:
+        world.actor._encoder.bad_word_ids(["Paris"], PromptLimits(100, 8192))
+    assert caught.value.param == "bad_words"
 
 
 def test_nobody_waits_for_a_long_question(world: World) -> None:

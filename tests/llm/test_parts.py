@@ -68,6 +68,9 @@ from ringserve.offline.sampling_params import _ANY_ENGINE, engine_params
         ("prompt_logprobs", 1.5),
         ("logit_bias", {-1: 1.0}),
         ("allowed_token_ids", []),
+        ("bad_words", [""]),
+        ("bad_words", ["half \ud800"]),
+        ("bad_words", "a"),
         ("allowed_token_ids", [-1]),
         ("allowed_token_ids", 5),
         ("logit_bias", {1: 101.0}),
@@ -103,6 +106,7 @@ def test_every_value_reaches_the_engine() -> None:
             skip_special_tokens=False,
             logit_bias={5: -100, 3: 1.5},
             allowed_token_ids=(9, 4, 9),
+            bad_words=("a b",),
         ),
         _ANY_ENGINE,
     )
@@ -115,6 +119,7 @@ def test_every_value_reaches_the_engine() -> None:
     assert sampling.stop_token_ids == pack_i32([7, 8])
     assert sampling.logit_bias_ids == pack_i32([3, 5])
     assert sampling.allowed_token_ids == pack_i32([4, 9])
+    assert params.output.bad_words == ("a b",)
     assert params.output.stop == ("a", "b")
     assert params.output.include_stop_str_in_output
     assert not params.output.skip_special_tokens
@@ -134,11 +139,14 @@ def test_a_clone_is_equal_and_shares_nothing() -> None:
     )
 
 
-def test_a_gpu_has_no_mask_of_allowed_tokens() -> None:
+def test_a_gpu_has_no_such_masks() -> None:
     """The limits of a GPU's engine refuse what its sampler would not keep to."""
     ready = msgspec.structs.replace(_ANY_ENGINE.ready, device="cuda")
+    limits = replace(_ANY_ENGINE, ready=ready)
     with pytest.raises(ValueError, match="allowed_token_ids is not supported on GPUs"):
-        engine_params(SamplingParams(allowed_token_ids=[1]), replace(_ANY_ENGINE, ready=ready))
+        engine_params(SamplingParams(allowed_token_ids=[1]), limits)
+    with pytest.raises(ValueError, match="bad_words is not supported on GPUs"):
+        engine_params(SamplingParams(bad_words=["a"]), limits)
 
 
 def test_the_package_offers_two_names() -> None:
