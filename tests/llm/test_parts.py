@@ -245,6 +245,8 @@ def test_a_refusal_is_an_error_with_the_place() -> None:
     requests = engine.take()
     with pytest.raises(EngineError, match=r"prompts\[1\] was refused: no room"):
         engine.job.handle(RequestRefused(requests[1].request_id, 400, "no room"))
+    with pytest.raises(ValueError, match=r"prompts\[0\] was refused: nothing left"):
+        engine.job.handle(RequestRefused(requests[0].request_id, 400, "nothing left", param="bad_words"))
 
 
 def test_interrupts_wait_for_the_check() -> None:
