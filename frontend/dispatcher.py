@@ -50,6 +50,7 @@ from ringserve.messages import (
     unpack_i32,
     unpack_u64,
 )
+from ringserve.shm import ChannelOverflow, MessageTooLarge
 
 if TYPE_CHECKING:
     from ringserve.actor import Outbox
@@ -142,7 +143,7 @@ class Dispatcher:
                 targets=plan.targets,
                 session=plan.session,
             )
-            self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
+            self._send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))
         self._flush_soon()
         return call
@@ -223,6 +224,19 @@ class Dispatcher:
             text = f"The request queue is full: {self._journal.choices_in_flight} choices of {self.max_choices}."
             raise overloaded(text, min(max(0.1, wait), 60.0), self._overload_status, wait)
 
+    def _send(self, message: FrontendMessage) -> None:
+        """Raises 413 or 503 for what no message can carry, or none now."""
+        try:
+            self._outbox.send(message)
+        except MessageTooLarge:
+            raise ApiError(
+                413, "The request is larger than a message inside this server may be.", code="request_too_large"
+            ) from None
+        except ChannelOverflow:
+            self._metrics.on_rejected("max_num_queued_reqs")
+            text = "Too many large requests are on their way already."
+            raise overloaded(text, 1.0, self._overload_status) from None
+
     async def _ask(self, request_id: int, message: FrontendMessage) -> Reply:
         self.require_ready()
         if len(self._replies) >= self.max_choices:
@@ -231,7 +245,7 @@ class Dispatcher:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[request_id] = future
         try:
-            self._outbox.send(message)
+            self._send(message)
             self._flush_soon()
             return await future
         except asyncio.CancelledError:  # whoever asked is gone: nothing need be worked out for it

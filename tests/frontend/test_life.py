@@ -16,6 +16,7 @@ from frontend_harness import MODEL, RawClient, RunningFrontend, chat_body
 from ringserve.config import FrontendConfig
 from ringserve.frontend import http_server
 from ringserve.messages import Abort, GenerateRequest, LoadProgress, StartFailed, TokenizeRequest
+from ringserve.shm import ChannelOverflow, MessageTooLarge, ShmError
 
 CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
@@ -323,6 +324,25 @@ def test_what_cannot_be_sent_leaves_no_entry(caplog: pytest.LogCaptureFixture) -
         statistics = frontend.statistics()
         assert (statistics["journal_entries"], statistics["choices_in_flight"]) == (0, 0)
         assert "OverflowError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(MessageTooLarge, 413, "request_too_large"), (ChannelOverflow, 503, "overloaded")]
+)
+def test_what_no_message_can_carry_is_an_answer(error: type[ShmError], status: int, code: str) -> None:
+    """Bodies may be larger than what goes from process to process, and many large ones may come at once."""
+    bodies = (chat_body(), {"prompt": "a"}, {"prompt": "a"}, {"tokens": [1]})
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+
+        def send(message: object) -> None:
+            raise error
+
+        frontend.fake.send = send  # type: ignore[method-assign]  # a planted fault
+        for path, body in zip(POSTS, bodies, strict=True):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            assert ("retry-after" in answer.headers) == (status == 503)
+        assert not any(frontend.statistics().values())
 
 
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
