@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from ringserve.actor import ActorContext, AsyncActor
 from ringserve.config import TokenizerSettings
+from ringserve.engine import token_questions
 from ringserve.engine.detokenizer import DetokenizerFactory
 from ringserve.engine.encoding_lanes import EncodingLanes, Job
 from ringserve.engine.prompt_encoder import PromptEncoder, PromptError, PromptLimits
@@ -156,7 +157,8 @@ class TokenizerActor:
                     message.request_id, source, lambda: self._questions.tokenize(message), _is_short(message.prompt)
                 )
             case DetokenizeRequest():
-                is_short = len(message.token_ids) <= _SHORT_IDS
+                # Too many are refused by their number, which takes no time.
+                is_short = not _SHORT_IDS < len(message.token_ids) <= 4 * token_questions.MAX_TOKENS
                 self._ask(
                     message.request_id, source, lambda: self._questions.detokenize(message, self._limits), is_short
                 )

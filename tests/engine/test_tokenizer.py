@@ -796,6 +796,7 @@ def test_questions_with_too_large_answers_are_refused(world: World, monkeypatch:
         world.actor.handle(TokenizeRequest(2, TextPrompt("1" * 30_000)), "frontend-0")
         world.actor.handle(TokenizeRequest(3, TextPrompt("1" * 21), with_strings=True), "frontend-0")
         world.actor.handle(DetokenizeRequest(4, pack_i32([5] * 30_001)), "frontend-0")
+        assert [message.request_id for message in world.frontend] == [3, 4]  # these are told at once
         world.actor.handle(DetokenizeRequest(5, pack_i32(ids_of(world, " Washington") * 20_000)), "frontend-0")
 
     run_until_quiet(world, act)
