@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.config_check import check_config
 from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.dtypes import DType
 from ringserve.engine.fast_model import FastModel
@@ -46,7 +47,7 @@ def load_and_check(
         settings.source,
         dtype,
         progress,
-        check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
+        check_config=lambda config: check_config(config, settings, page_size, kv_dtype, free_memory()),
     )
     max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
     fast = _fast_model(loaded, settings, kv_dtype, page_size, max_model_len, kept, progress)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringserve.config import ExecutorSettings
+from ringserve.engine.config_check import check_memory, plan_for
 from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.devices import Device
 from ringserve.engine.dtypes import DType, resolve_dtype
@@ -23,9 +24,9 @@ from ringserve.engine.fast_kernels import compile_kernels, is_compiled
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.kept_model import load_record, restored_model, start_key
 from ringserve.engine.kept_weights import KeptWeights, weights_directory
-from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory, plan_kv
+from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory
 from ringserve.engine.kv_dtype import choose_kv_dtype
-from ringserve.engine.kv_layout import HostPages, KVDType, bytes_per_page
+from ringserve.engine.kv_layout import HostPages, KVDType, LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
@@ -72,15 +73,7 @@ def build_cpu_engine(
             config.kv_cache_memory,
             free_bytes,
         )
-    budget = plan_kv(
-        bytes_per_page=page_bytes,
-        page_size=page_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=model.max_model_len,
-        max_model_len_asked=settings.max_model_len is not None,
-        kv_cache_memory=config.kv_cache_memory,
-        free_bytes=free_bytes,
-    )
+    budget = plan_for(settings, model.layers, page_size, kv_dtype, model.max_model_len, free_bytes)
     if budget.note is not None:
         logger.warning("%s", budget.note)
     max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
@@ -145,7 +138,8 @@ def _model(
     settings: ExecutorSettings, dtype: DType, kv_dtype: KVDType, page_size: int, threads: int, progress: Progress
 ) -> CpuModel:
     """What an earlier start has left, or else the whole way."""
-    with ThreadPoolExecutor(1, thread_name_prefix="packed-weights") as reader:
+    reader = ThreadPoolExecutor(1, thread_name_prefix="packed-weights")
+    try:
         # Reading what an earlier start packed takes no interpreter: it goes on while something else is done.
         kept = _kept_weights(settings, dtype)
         reading = reader.submit(kept.read) if kept is not None else None
@@ -155,7 +149,7 @@ def _model(
                 reading.result()
             return kept
 
-        recalled = _recalled(settings, dtype, kept, read, progress)
+        recalled = _recalled(settings, dtype, kv_dtype, page_size, kept, read, progress)
         if recalled is not None:
             return recalled
         from ringserve.engine.cpu_loading import load_and_check
@@ -163,6 +157,8 @@ def _model(
 
         set_threads(threads)
         return load_and_check(settings, dtype, kv_dtype, page_size, threads, read, progress)
+    finally:
+        reader.shutdown(wait=False)  # a refusal does not wait for weights that nobody wants
 
 
 def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | None:
@@ -176,6 +172,8 @@ def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | Non
 def _recalled(
     settings: ExecutorSettings,
     dtype: DType,
+    kv_dtype: KVDType,
+    page_size: int,
     kept: KeptWeights | None,
     read: Callable[[], KeptWeights | None],
     progress: Progress,
@@ -189,6 +187,9 @@ def _recalled(
         return None
     if record is None:
         return None
+    shape = record.shape
+    layers = [LayerKV(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
+    check_memory(settings, layers, page_size, kv_dtype, record.max_model_len, free_memory())
     progress(READING, 0.0)
     read()
     fast = restored_model(record, kept.entry)

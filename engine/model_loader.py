@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +80,9 @@ def load_model(
         check_config(llama_config(file))
         model = load_llama(file, DTYPES[dtype], ATTENTION_NAME, lambda fraction: progress(LOADING, fraction))
         return LoadedModel(model, model.config, type(model).__name__, dtype, file.eos_token_ids, SamplingDefaults())
+    length = file.metadata.get(f"{file.architecture}.context_length")
+    if length is not None:  # the configuration proper comes of the conversion
+        check_config(SimpleNamespace(max_position_embeddings=int(length)))
     converted = _convert_gguf(file, dtype, progress, cache if cache is not None else user_cache())
     loaded = _load_directory(converted, dtype, progress, check_config, device)
     ends = eos_ids(file.eos_token_ids, loaded.eos_token_ids)

@@ -38,6 +38,14 @@ def choose_swap_space(asked: int | None, default: int, free_bytes: int) -> int:
     return asked
 
 
+def check_swap_space(asked: int | None, bytes_per_page: int) -> None:
+    """Raises ModelError where a swap space was asked for that holds nothing."""
+    if asked and asked < bytes_per_page:
+        raise ModelError(
+            f"--swap-space {asked} holds no KV page ({bytes_per_page} bytes); set at least that, or 0 to do without"
+        )
+
+
 def measure_swaps(swap_pool: SwapPool | None) -> SwapInfo:
     """Size and speed of the swap space, by copying a few pages there and back. At the end of the warm-up: nothing may
     be in use yet."""

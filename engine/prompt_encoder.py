@@ -16,6 +16,10 @@ from ringserve.messages.columns import unpack_i32
 from ringserve.messages.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from ringserve.messages.requests import RequestRefused
 
+PIECE = 65_536
+"""Token ids that are looked at in one go, about 1 ms: a call on millions would keep all other threads from the
+interpreter for as long as it takes."""
+
 
 class PromptError(ValueError):
     """The prompt is refused with status 400."""
@@ -36,6 +40,7 @@ class PromptLimits:
 
     vocab_size: int
     max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class PromptEncoder:
                 encoded where they have more characters than ``max_model_len`` of the longest tokens stand for.
         """
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        text, ids = None, None
+        text = None
         if isinstance(prompt, TokenPrompt):
             packed = prompt.token_ids
         else:
@@ -91,14 +96,16 @@ class PromptEncoder:
             if limits is not None:
                 self._check_characters(text, limits, param)
             ids = self._encode_text(text, isinstance(prompt, TextPrompt) and prompt.add_special_tokens)
-            packed = array("i", ids).tobytes()
+            self._check_range(ids, limits, param)
+            packed = _packed(ids)
         view = unpack_i32(packed)
         count = len(view)
         if count == 0:
             raise PromptError(f"{param} must not be empty.", param)
         if limits is not None:
             self._check_count(count, limits, room, param)
-        self._check_range(view if ids is None else ids, limits, param)
+        if isinstance(prompt, TokenPrompt):
+            self._check_range(view, limits, param)
         if decode and text is None:
             text = self.decode(view.tolist(), skip_special_tokens)
         return EncodedPrompt(packed, text)
@@ -109,10 +116,31 @@ class PromptEncoder:
         Raises:
             PromptError: one is not.
         """
-        ids = unpack_i32(packed).tolist()
-        if ids:
-            self._check_range(ids, limits, param)
+        view = unpack_i32(packed)
+        ids: list[int] = []
+        for start in range(0, len(view), PIECE):
+            ids += view[start : start + PIECE].tolist()
+        self._check_range(ids, limits, param)
         return ids
+
+    def bad_word_ids(self, words: Sequence[str], limits: PromptLimits) -> list[list[int]]:
+        """The sequences of tokens that stand for words, as vLLM chooses them: each word at the beginning of a text and,
+        where that is another sequence of as many tokens, after a space.
+
+        Raises:
+            PromptError: a word has no token, or one that the model has not.
+        """
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        sequences: list[list[int]] = []
+        for word, plain, spaced in zip(words, encoded[::2], encoded[1::2], strict=True):
+            if not plain.ids:
+                raise PromptError(f"bad_words: no token stands for {word[:100]!r}.", "bad_words")
+            self._check_range([*plain.ids, *spaced.ids], limits, "bad_words")
+            sequences.append(plain.ids)
+            if len(spaced.ids) == len(plain.ids) and spaced.ids[0] != plain.ids[0]:
+                sequences.append(spaced.ids)
+        return sequences
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids. ``decode_batch`` releases the GIL."""
@@ -139,9 +167,11 @@ class PromptEncoder:
 
     def _check_range(self, ids: Sequence[int], limits: PromptLimits | None, param: str) -> None:
         vocab_size = limits.vocab_size if limits is not None else self._backend.get_vocab_size(with_added_tokens=True)
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-            raise PromptError(f"Token id {bad} is out of vocabulary (0 to {vocab_size - 1}).", param)
+        for start in range(0, len(ids), PIECE):
+            piece = ids[start : start + PIECE]
+            if min(piece) < 0 or max(piece) >= vocab_size:
+                bad = next(token_id for token_id in piece if not 0 <= token_id < vocab_size)
+                raise PromptError(f"Token id {bad} is out of vocabulary (0 to {vocab_size - 1}).", param)
 
     def _check_characters(self, text: str, limits: PromptLimits, param: str) -> None:
         bound = limits.max_model_len * self._longest_token
@@ -163,6 +193,16 @@ class PromptEncoder:
                 param,
                 "context_length_exceeded",
             )
+
+
+def _packed(ids: list[int]) -> bytes:
+    """Packed; the list is empty afterwards, since millions of numbers given up at once take long as well."""
+    packed = array("i")
+    for start in range(0, len(ids), PIECE):
+        packed.extend(ids[start : start + PIECE])
+    while ids:
+        del ids[-PIECE:]
+    return packed.tobytes()
 
 
 def _noun(param: str) -> str:

@@ -57,6 +57,24 @@ def end_ids(sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: 
     return np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
 
 
+def allowed_ids(sampling: SamplingParams, vocab_size: int) -> NDArray[np.int64] | None:
+    """The tokens that may be drawn, of those that the model has; None: all."""
+    if not sampling.allowed_token_ids:
+        return None
+    ids = np.frombuffer(sampling.allowed_token_ids, dtype=np.int32).astype(np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+def bad_words(sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """Sequences of tokens that are not to be generated."""
+    ids = np.frombuffer(sampling.bad_word_ids, dtype=np.int32).tolist()
+    words, start = [], 0
+    for length in np.frombuffer(sampling.bad_word_lengths, dtype=np.int32).tolist():
+        words.append(tuple(ids[start : start + length]))
+        start += length
+    return words
+
+
 def has_penalties(sampling: SamplingParams) -> bool:
     """Whether the tokens that occurred matter."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
@@ -81,6 +99,11 @@ class _Slot:
         self.key = (sampling.seed & _WORD, sampling.seed >> 32 & _WORD)
         self.bias_ids, self.bias_values = known_biases(sampling, vocab_size)
         self.end_ids = end_ids(sampling, eos_token_ids, vocab_size)
+        self.allowed_ids = allowed_ids(sampling, vocab_size)
+        self.bad_words = [word for word in bad_words(sampling) if 0 <= word[-1] < vocab_size]
+        self.num_remembered = max(map(len, self.bad_words), default=1) - 1
+        self.remembered = self._last(token_ids[num_prompt_tokens:].tolist())
+        """Generated tokens that a bad word may have begun with."""
         self.has_penalties = has_penalties(sampling)
         self.counts = (
             TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
@@ -97,19 +120,30 @@ class _Slot:
 
     @property
     def _changes_logits(self) -> bool:
-        return self.has_penalties or len(self.bias_ids) > 0 or self._hides_ends
+        if self.has_penalties or self.allowed_ids is not None or self.bad_words:
+            return True
+        return len(self.bias_ids) > 0 or self._hides_ends
 
     def process(self, row: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Bias, penalties and the mask of min_tokens; the row itself where there is nothing to do."""
+        """The mask of allowed tokens, bias, penalties, the masks of bad words and of min_tokens; the row itself where
+        there is nothing to do."""
         if not self._changes_logits:
             return row
-        row = row.copy()
+        if self.allowed_ids is None:
+            row = row.copy()
+        else:
+            allowed = row[self.allowed_ids]
+            row = np.full_like(row, -np.inf)
+            row[self.allowed_ids] = allowed
         row[self.bias_ids] += self.bias_values
         if self.counts is not None:
             sampling = self.sampling
             self.counts.penalize(
                 row, sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
             )
+        for word in self.bad_words:
+            if self.remembered[len(self.remembered) - len(word) + 1 :] == list(word[:-1]):
+                row[word[-1]] = -np.inf
         if self._hides_ends:
             row[self.end_ids] = -np.inf
         return row
@@ -132,6 +166,11 @@ class _Slot:
         self.length += 1
         if self.counts is not None:
             self.counts.add_generated(token_id)
+        if self.num_remembered:
+            self.remembered = self._last([*self.remembered, token_id])
+
+    def _last(self, generated: list[int]) -> list[int]:
+        return generated[max(0, len(generated) - self.num_remembered) :]
 
 
 class Sampler:

@@ -31,7 +31,7 @@ import torch
 from ringserve.engine.array_namespace import ArrayNamespace
 from ringserve.engine.kv_pool import KVPool
 from ringserve.engine.model_error import ModelError
-from ringserve.engine.page_swaps import swap_space_too_large
+from ringserve.engine.page_swaps import check_swap_space, swap_space_too_large
 from ringserve.engine.transfer_lane import TransferLane, upload
 from ringserve.kernels.page_copy import PageLayout
 
@@ -180,10 +180,7 @@ def make_swap_pool(
     if swap_space == 0:
         return None
     page = pool.statistics().bytes_per_page
-    if swap_space < page:
-        raise ModelError(
-            f"--swap-space {swap_space} holds no KV page ({page} bytes); set at least that, or 0 to do without"
-        )
+    check_swap_space(swap_space, page)
     try:
         return SwapPool(pool, swap_space // page, namespace, lane, gather_pages, scatter_pages)
     except MemoryError as error:

@@ -4,7 +4,9 @@ Owns the tokenizer, the chat template, and each open choice's detokenizer and st
 frontends (``frontend-<i>``) and the ``scheduler``. It never imports torch, cupy, triton or a web framework.
 
 Requests of a frontend keep their order: short prompts are encoded at once, longer ones in a worker thread, and what
-follows them waits (``encoding_lanes``). An Abort overtakes nothing but the encoding that it makes needless.
+follows them waits (``encoding_lanes``). An Abort overtakes nothing but the encoding that it makes needless. What
+/tokenize and /detokenize ask keeps no order with them: long questions have a thread of their own, so that nobody's
+prompt waits for one.
 
 A choice is open from its GenerateRequest to its one final row. The row is sent when the scheduler ends the choice or
 when a stop string is found, whichever is first; rows that come later find no open choice and are dropped.
@@ -21,11 +23,13 @@ from typing import Any, Final
 
 from ringserve.actor import ActorContext, AsyncActor
 from ringserve.config import TokenizerSettings
+from ringserve.engine import token_questions
 from ringserve.engine.detokenizer import DetokenizerFactory
 from ringserve.engine.encoding_lanes import EncodingLanes, Job
 from ringserve.engine.prompt_encoder import PromptEncoder, PromptError, PromptLimits
 from ringserve.engine.text_batch import TextBatch
 from ringserve.engine.token_outputs import TokenOutputsReader
+from ringserve.engine.token_questions import TokenQuestions
 from ringserve.engine.token_text import TokenText
 from ringserve.engine.tokenizer_loader import TokenizerLoadError, load_tokenizer
 from ringserve.engine.tokenizer_request import AdmittedRequest, RequestAdmission, RequestState
@@ -36,7 +40,7 @@ from ringserve.messages.requests import ALL_CHOICES, Abort, GenerateRequest, Req
 from ringserve.messages.sessions import DropSession, ListSessions, SessionDropped, SessionList
 from ringserve.messages.startup import ExecutorReady, LoadProgress, Started, StartFailed
 from ringserve.messages.token_outputs import TokenOutputs
-from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
+from ringserve.messages.tokenization import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +87,6 @@ class TokenizerActor:
         self._frontends = {role: box for role, box in context.outboxes.items() if role.startswith("frontend-")}
         self._scheduler = context.outboxes["scheduler"]
         self._flush_soon = context.flush_soon
-        self._tokens = tokens
         self._encoder = encoder
         self._admission = RequestAdmission(encoder, DetokenizerFactory(tokens))
         self._requests: dict[int, RequestState] = {}
@@ -91,6 +94,11 @@ class TokenizerActor:
         self._limits: PromptLimits | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="encode")
         self._lanes = EncodingLanes(self._threads, self._on_completed)
+        self._questions = TokenQuestions(encoder, tokens)
+        self._asked: set[int] = set()
+        """Long questions that somebody still waits for."""
+        self._question_thread = ThreadPoolExecutor(1, thread_name_prefix="question")
+        self._question_lanes = EncodingLanes(self._question_thread, self._on_completed)
         self._stop = asyncio.Event()
         self._fault: BaseException | None = None
 
@@ -99,6 +107,7 @@ class TokenizerActor:
             await self._stop.wait()
         finally:
             # Joined while the loop lives, so that a running encoding's completion still finds it.
+            self._question_thread.shutdown(wait=True, cancel_futures=True)
             self._threads.shutdown(wait=True, cancel_futures=True)
         if self._fault is not None:
             raise self._fault
@@ -122,15 +131,22 @@ class TokenizerActor:
                 self._requests.pop(request_id, None)
                 self._answer(request_id, message)
             case ExecutorReady():
-                self._limits = PromptLimits(message.vocab_size, message.max_model_len)
-                self._outputs.eos_ids = frozenset(unpack_i32(message.eos_token_ids))
+                ends = frozenset(unpack_i32(message.eos_token_ids))
+                self._limits = PromptLimits(message.vocab_size, message.max_model_len, ends)
+                self._outputs.eos_ids = ends
                 self._broadcast(message)
             case LoadProgress():
                 self._broadcast(message)
             case TokenizeRequest():
-                self._on_tokenize(message, source)
+                self._ask(
+                    message.request_id, source, lambda: self._questions.tokenize(message), _is_short(message.prompt)
+                )
             case DetokenizeRequest():
-                self._on_detokenize(message, source)
+                # Too many are refused by their number, which takes no time.
+                is_short = not _SHORT_IDS < len(message.token_ids) <= 4 * token_questions.MAX_TOKENS
+                self._ask(
+                    message.request_id, source, lambda: self._questions.detokenize(message, self._limits), is_short
+                )
             case CheckIntegrity(request_id=request_id):
                 self._lanes.then(source, lambda: self._scheduler.send(CheckIntegrity(request_id, len(self._requests))))
             case ListSessions() | DropSession():
@@ -165,7 +181,7 @@ class TokenizerActor:
                 work=lambda: _guarded(request_id, lambda: self._admission.admit(request, limits)),
                 done=lambda result: self._on_admitted(state, result),
                 dropped=lambda: state.aborted,
-                short=_is_short(request.prompt) and not request.resumed,
+                short=_is_short(request.prompt) and not request.resumed and not request.output.bad_words,
             ),
         )
 
@@ -189,6 +205,7 @@ class TokenizerActor:
     def _on_abort(self, abort: Abort, source: str) -> None:
         state = self._requests.get(abort.request_id)
         if state is None:
+            self._asked.discard(abort.request_id)
             return
         if state.admitted is not None:
             self._scheduler.send(abort)  # behind its request in the scheduler's ring
@@ -202,35 +219,24 @@ class TokenizerActor:
         else:
             self._lanes.then(source, lambda: self._on_abort(abort, source))
 
-    def _on_tokenize(self, request: TokenizeRequest, source: str) -> None:
-        def work() -> TokenizeResult:
-            encoded = self._encoder.encode(request.prompt, None)
-            strings = None
-            if request.with_strings:
-                ids = unpack_i32(encoded.token_ids)
-                strings = tuple(self._tokens.vocabulary_string(token_id) or "" for token_id in ids)
-            return TokenizeResult(request.request_id, encoded.token_ids, strings)
+    def _ask(self, request_id: int, source: str, work: Callable[[], Any], is_short: bool) -> None:
+        """Answer a question of /tokenize or /detokenize: at once, or in the thread, behind long ones before it."""
+        if is_short:
+            self._send(source, _guarded(request_id, work))
+            return
 
-        self._lanes.submit(
+        def done(result: Any) -> None:
+            self._asked.discard(request_id)
+            self._send(source, result)
+
+        self._asked.add(request_id)
+        self._question_lanes.submit(
             source,
             Job(
-                work=lambda: _guarded(request.request_id, work),
-                done=lambda result: self._send(source, result),
-                short=_is_short(request.prompt),
-            ),
-        )
-
-    def _on_detokenize(self, request: DetokenizeRequest, source: str) -> None:
-        def work() -> DetokenizeResult:
-            ids = self._encoder.checked_ids(request.token_ids, self._limits, "tokens")
-            return DetokenizeResult(request.request_id, self._encoder.decode(ids, skip_special_tokens=False))
-
-        self._lanes.submit(
-            source,
-            Job(
-                work=lambda: _guarded(request.request_id, work),
-                done=lambda result: self._send(source, result),
-                short=len(request.token_ids) <= _SHORT_IDS,
+                work=lambda: _guarded(request_id, work),
+                done=done,
+                dropped=lambda: request_id not in self._asked,
+                short=False,
             ),
         )
 

@@ -12,9 +12,9 @@ import msgspec
 
 from ringserve.engine.choice_output import ChoiceOutput
 from ringserve.engine.detokenizer import DetokenizerFactory
-from ringserve.engine.prompt_encoder import EncodedPrompt, PromptEncoder, PromptLimits
+from ringserve.engine.prompt_encoder import EncodedPrompt, PromptEncoder, PromptError, PromptLimits
 from ringserve.engine.stop_strings import StopStrings
-from ringserve.messages.columns import unpack_i32
+from ringserve.messages.columns import pack_i32, unpack_i32
 from ringserve.messages.logprobs import TokenLogprob
 from ringserve.messages.requests import GenerateRequest, OutputParams, ResumedChoice, TokenizedRequest
 from ringserve.messages.sampling import SamplingParams
@@ -82,7 +82,7 @@ class RequestAdmission:
         forward = TokenizedRequest(
             request_id=request.request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling=request.sampling,
+            sampling=self._sampling(request, limits),
             n=request.n,
             max_tokens=max_tokens,
             priority=request.priority,
@@ -103,6 +103,28 @@ class RequestAdmission:
             choices=choices,
             stopped=stopped,
             forward=forward,
+        )
+
+    def _sampling(self, request: GenerateRequest, limits: PromptLimits) -> SamplingParams:
+        """With the tokens of bad words."""
+        sampling, words = request.sampling, request.output.bad_words
+        if not words:
+            return sampling
+        sequences = self._encoder.bad_word_ids(words, limits)
+        # Any of them may come to its last token: what is left then must be something.
+        left = set(unpack_i32(sampling.allowed_token_ids)) or set(range(limits.vocab_size))
+        left -= {sequence[-1] for sequence in sequences}
+        if sampling.min_tokens:
+            left -= set(unpack_i32(sampling.stop_token_ids))
+            left -= limits.eos_token_ids if not sampling.ignore_eos else set()
+        if not left:
+            raise PromptError(
+                "bad_words must leave a token that may be drawn and that none of them ends with.", "bad_words"
+            )
+        return msgspec.structs.replace(
+            sampling,
+            bad_word_ids=pack_i32(token for sequence in sequences for token in sequence),
+            bad_word_lengths=pack_i32(map(len, sequences)),
         )
 
     def _open_choices(

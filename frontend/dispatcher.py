@@ -29,6 +29,7 @@ from ringserve.messages.sessions import DropSession, ListSessions, SessionDroppe
 from ringserve.messages.startup import ExecutorReady, LoadProgress
 from ringserve.messages.text_outputs import TextFinish, TextOutputs, TextStart
 from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
+from ringserve.shm import ChannelOverflow, MessageTooLarge
 
 if TYPE_CHECKING:
     from ringserve.actor import Outbox
@@ -121,7 +122,7 @@ class Dispatcher:
                 targets=plan.targets,
                 session=plan.session,
             )
-            self._outbox.send(request)  # first: what cannot be sent must not stay in the journal
+            self._send(request)  # first: what cannot be sent must not stay in the journal
             call.entries.append(self._journal.open(request, call, index * plan.n))
         self._flush_soon()
         return call
@@ -202,6 +203,19 @@ class Dispatcher:
             text = f"The request queue is full: {self._journal.choices_in_flight} choices of {self.max_choices}."
             raise overloaded(text, min(max(0.1, wait), 60.0), self._overload_status, wait)
 
+    def _send(self, message: FrontendMessage) -> None:
+        """Raises 413 or 503 for what no message can carry, or none now."""
+        try:
+            self._outbox.send(message)
+        except MessageTooLarge:
+            raise ApiError(
+                413, "The request is larger than a message inside this server may be.", code="request_too_large"
+            ) from None
+        except ChannelOverflow:
+            self._metrics.on_rejected("max_num_queued_reqs")
+            text = "Too many large requests are on their way already."
+            raise overloaded(text, 1.0, self._overload_status) from None
+
     async def _ask(self, request_id: int, message: FrontendMessage) -> Reply:
         self.require_ready()
         if len(self._replies) >= self.max_choices:
@@ -209,10 +223,14 @@ class Dispatcher:
             raise overloaded("The request queue is full.", 1.0, self._overload_status)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[request_id] = future
-        self._outbox.send(message)
-        self._flush_soon()
         try:
+            self._send(message)
+            self._flush_soon()
             return await future
+        except asyncio.CancelledError:  # whoever asked is gone: nothing need be worked out for it
+            self._outbox.send(Abort(request_id))
+            self._flush_soon()
+            raise
         finally:
             self._replies.pop(request_id, None)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ringserve.frontend.context import TRANSPORT_KEY
@@ -74,9 +74,35 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class UntilClose:
+    """The application for an HTTP/1.0 client, which knows no chunks: an answer without a length is sent as it is, and
+    the end of the connection ends it."""
+
+    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        cycle = self._cycle
+        has_length = False
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts it down
+            await send(message)
+
+        await self._app(scope, receive, send_plain)
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with the transport in reach of the application, JSON for broken requests, bounds on
-    a request's head, and clients seen to leave also when they have sent more than the request being answered."""
+    a request's head, answers that HTTP/1.0 clients can read, and clients seen to leave also when they have sent more
+    than the request being answered."""
 
     _running: RequestResponseCycle | None = None
     """What is being answered; uvicorn's ``cycle`` is what was read last."""
@@ -144,6 +170,9 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] < "1.1":
+            cycle.keep_alive = False
+            app = UntilClose(app, cycle)
         super()._start_asgi_task(cycle, app)
 
 

@@ -40,8 +40,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": _OFF,
     "length_penalty": (None, 1, 1.0),
     "early_stopping": _OFF,
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "logits_processors": (None,),
     "typical_p": (None, 1, 1.0),
     "min_new_tokens": (None,),

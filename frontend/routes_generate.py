@@ -36,7 +36,7 @@ class GenerateRoutes:
             sampling=validation.sampling_params(
                 body, limits, logprobs=logprobs, prompt_logprobs=-1, max_tokens=max_tokens
             ),
-            output=validation.output_params(body, echo=False),
+            output=validation.output_params(body, limits, echo=False),
             n=validation.choices(body, limits),
             max_tokens=max_tokens,
             priority=validation.priority(body),
@@ -64,7 +64,7 @@ class GenerateRoutes:
             sampling=validation.sampling_params(
                 body, limits, logprobs=logprobs, prompt_logprobs=logprobs if echo else -1, max_tokens=max_tokens
             ),
-            output=validation.output_params(body, echo=echo),
+            output=validation.output_params(body, limits, echo=echo),
             n=n,
             max_tokens=max_tokens,
             priority=validation.priority(body),

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ringserve.frontend import validation
 from ringserve.frontend.chat import chat_prompt
@@ -17,8 +19,12 @@ from ringserve.frontend.protocol import DetokenizeBody, TokenizeBody
 from ringserve.frontend.service import Service
 from ringserve.messages.columns import unpack_i32
 from ringserve.messages.prompts import Prompt, TextPrompt
+from ringserve.messages.tokenization import TokenizeResult
 
 T = TypeVar("T")
+
+_PIECE = 65_536
+"""Token ids that are looked at in one turn of the loop, about 2 ms: streams go on between them."""
 
 
 class TokenRoutes:
@@ -27,27 +33,38 @@ class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def tokenize(self, request: Request) -> JsonResponse:
+    async def tokenize(self, request: Request) -> Response:
         service = self._service
         limits = service.limits()
         body = await read_struct(request, service.max_body_size, TokenizeBody)
         validation.check_model(body.model, limits.model_name)
         question = service.dispatcher.tokenize(_prompt(body), bool(body.return_token_strs))
         result = await unless_gone(request, question)
-        ids = unpack_i32(result.token_ids).tolist()
-        strings = None if result.token_strings is None else list(result.token_strings)
-        return JsonResponse(
-            {"count": len(ids), "max_model_len": limits.ready.max_model_len, "tokens": ids, "token_strs": strings}
-        )
+        return await _tokenized(result, limits.ready.max_model_len)
 
     async def detokenize(self, request: Request) -> JsonResponse:
         service = self._service
         limits = service.limits()
         body = await read_struct(request, service.max_body_size, DetokenizeBody)
         validation.check_model(body.model, limits.model_name)
-        ids = validation.token_ids(body.tokens, limits.ready.vocab_size, "tokens")
-        result = await unless_gone(request, service.dispatcher.detokenize(ids))
+        ids = bytearray()
+        for start in range(0, len(body.tokens), _PIECE):
+            ids += validation.token_ids(body.tokens[start : start + _PIECE], limits.ready.vocab_size, "tokens")
+            await asyncio.sleep(0)
+        result = await unless_gone(request, service.dispatcher.detokenize(bytes(ids)))
         return JsonResponse({"prompt": result.text})
+
+
+async def _tokenized(result: TokenizeResult, max_model_len: int) -> Response:
+    """The answer, its JSON written piece by piece."""
+    ids = unpack_i32(result.token_ids)
+    data = bytearray(b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len))
+    for start in range(0, len(ids), _PIECE):
+        data += b"," if start else b""
+        data += msgspec.json.encode(ids[start : start + _PIECE].tolist())[1:-1]
+        await asyncio.sleep(0)
+    data += b'],"token_strs":' + msgspec.json.encode(result.token_strings) + b"}"
+    return Response(bytes(data), media_type="application/json")
 
 
 def _prompt(body: TokenizeBody) -> Prompt:

@@ -23,6 +23,9 @@ from ringserve.messages.startup import ExecutorReady
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096
 """What all streams wait for while it is prepared and searched for must be bounded."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+"""Every one of a request's is looked for at each of its tokens."""
 MAX_SALT_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 256
 _I32_MAX = 2**31 - 1
@@ -70,8 +73,9 @@ def sampling_params(
     ids, values = _logit_bias(body.logit_bias, limits.ready.vocab_size)
     stop_token_ids = token_ids(body.stop_token_ids or [], limits.ready.vocab_size, "stop_token_ids")
     min_tokens = _min_tokens(body.min_tokens, max_tokens)
+    allowed = _allowed_token_ids(body.allowed_token_ids, limits.ready)
     if min_tokens:
-        _check_something_may_be_drawn(stop_token_ids, bool(body.ignore_eos), limits.ready)
+        _check_something_may_be_drawn(stop_token_ids, bool(body.ignore_eos), allowed, limits.ready)
     top_k = number(body.top_k, defaults.top_k, "top_k", lambda k: k >= -1, "-1, 0 (both: off) or at least 1")
     return SamplingParams(
         seed=_seed(body.seed),
@@ -101,10 +105,11 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        allowed_token_ids=allowed,
     )
 
 
-def output_params(body: GenerationBody, *, echo: bool) -> OutputParams:
+def output_params(body: GenerationBody, limits: Limits, *, echo: bool) -> OutputParams:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
@@ -117,6 +122,7 @@ def output_params(body: GenerationBody, *, echo: bool) -> OutputParams:
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=echo or bool(body.return_token_ids),
+        bad_words=_bad_words(body.bad_words or [], limits.ready),
     )
 
 
@@ -251,11 +257,38 @@ def _min_tokens(value: int | None, max_tokens: int | None) -> int:
     return number(value, 0, "min_tokens", lambda v: 0 <= v <= most, f"between 0 and max_tokens ({most})")
 
 
-def _check_something_may_be_drawn(stop_token_ids: bytes, ignore_eos: bool, ready: ExecutorReady) -> None:
+def _allowed_token_ids(ids: list[int] | None, ready: ExecutorReady) -> bytes:
+    """Ascending, each once; empty where all are allowed."""
+    if ids is None:
+        return b""
+    if not ids:
+        raise invalid("allowed_token_ids must not be empty.", "allowed_token_ids")
+    if ready.device == "cuda":
+        raise invalid("allowed_token_ids is not supported on GPUs.", "allowed_token_ids")
+    return token_ids(sorted(set(ids)), ready.vocab_size, "allowed_token_ids")
+
+
+def _bad_words(words: list[str], ready: ExecutorReady) -> tuple[str, ...]:
+    if words and ready.device == "cuda":
+        raise invalid("bad_words is not supported on GPUs.", "bad_words")
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid(f"bad_words must have at most {MAX_BAD_WORDS} words, got {len(words)}.", "bad_words")
+    if not all(word.strip() for word in words):
+        raise invalid("bad_words must not contain an empty word.", "bad_words")
+    if any(len(word) > MAX_BAD_WORD_CHARACTERS for word in words):
+        raise invalid(f"bad_words must have words of at most {MAX_BAD_WORD_CHARACTERS} characters.", "bad_words")
+    return tuple(words)
+
+
+def _check_something_may_be_drawn(
+    stop_token_ids: bytes, ignore_eos: bool, allowed: bytes, ready: ExecutorReady
+) -> None:
     """Until min_tokens no token is drawn that ends the answer: some token must be left."""
     ends = set(unpack_i32(stop_token_ids))
     if not ignore_eos:
         ends.update(unpack_i32(ready.eos_token_ids))
+    if allowed and ends.issuperset(unpack_i32(allowed)):
+        raise invalid("allowed_token_ids must hold a token that can be drawn before min_tokens.", "allowed_token_ids")
     if len(ends) >= ready.vocab_size:
         raise invalid("stop_token_ids must leave a token that can be drawn before min_tokens.", "stop_token_ids")
 

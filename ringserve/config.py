@@ -48,7 +48,9 @@ class ModelConfig(_Group, frozen=True):
     ] = "auto"
     max_model_len: Annotated[
         Positive | None,
-        Meta(description="Longest sequence, prompt and answer together, in tokens. Default: the model's own."),
+        Meta(
+            description="Longest sequence, prompt and answer together, in tokens, at least 2. Default: the model's own."
+        ),
     ] = None
 
 
@@ -223,7 +225,12 @@ class SchedulerConfig(_Group, frozen=True):
         Positive | None, Meta(description="Choices of one tenant that may wait. Default: no bound.")
     ] = None
     queue_timeout: Annotated[
-        float, Meta(ge=0, le=1e6, description="Seconds that a request may wait for its first step; 0: no limit.")
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="Seconds that a request may wait for its first step, at least 0.001; 0: no limit.",
+        ),
     ] = 0.0
     max_predicted_wait: Annotated[
         float,
@@ -274,7 +281,11 @@ class FrontendConfig(_Group, frozen=True):
     ] = 32 * 1024 * 1024
     sse_keep_alive_interval: Annotated[
         float,
-        Meta(ge=0, le=86400, description="Seconds of silence after which a stream gets a comment line; 0: never."),
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds of silence after which a stream gets a comment line, at least 0.1; 0: never.",
+        ),
     ] = 15.0
     max_logprobs: Annotated[int, Meta(ge=0, description="Largest logprobs / top_logprobs a request may ask for.")] = 20
     max_n: Annotated[int, Meta(ge=1, description="Largest n a request may ask for.")] = 128

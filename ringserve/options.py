@@ -19,6 +19,13 @@ from ringserve.config import ServeConfig, parse_tenant_weights
 _SUFFIXES = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _SIZES = {"kv_cache_memory", "swap_space", "max_body_size", "ring_capacity"}
 
+SHORTEST_SEQUENCE = 2
+"""A token of a prompt and one of its answer: a server for less could answer nothing."""
+SHORTEST_QUEUE_TIMEOUT = 0.001
+"""Seconds. A request needs some time to reach its first step even if the server has nothing else to do."""
+SHORTEST_KEEP_ALIVE = 0.1
+"""Seconds between comment lines: with less, a stream would consist of them."""
+
 
 class OptionError(Exception):
     """A mistake in what the user gave; the message is for the user."""
@@ -226,6 +233,14 @@ def _check(config: ServeConfig) -> None:
     capacity = config.transport.ring_capacity
     if capacity & (capacity - 1):
         raise OptionError(f"--ring-capacity: {capacity} is not a power of two")
+    longest = config.model.max_model_len
+    if longest is not None and longest < SHORTEST_SEQUENCE:
+        raise OptionError(
+            f"--max-model-len: {longest} leaves no room for a prompt and an answer; set at least {SHORTEST_SEQUENCE}, "
+            "or leave it out for the model's own length"
+        )
+    _check_zero_or_at_least("--queue-timeout", config.scheduler.queue_timeout, SHORTEST_QUEUE_TIMEOUT)
+    _check_zero_or_at_least("--sse-keep-alive-interval", config.frontend.sse_keep_alive_interval, SHORTEST_KEEP_ALIVE)
     if config.scheduler.overload_status not in (503, 429):
         raise OptionError(f"--overload-status: {config.scheduler.overload_status} is neither 503 nor 429")
     try:
@@ -246,6 +261,11 @@ def _check(config: ServeConfig) -> None:
             raise OptionError(f"{flag}: {file}: {error.strerror}") from error
         if not exists:
             raise OptionError(f"{flag}: {file}: no such file or directory")
+
+
+def _check_zero_or_at_least(flag: str, seconds: float, least: float) -> None:
+    if 0 < seconds < least:
+        raise OptionError(f"{flag}: {seconds:g} seconds are too few; set at least {least:g}, or 0 to do without")
 
 
 def reference(kinds: Sequence[Option] | None = None) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from ringserve.config import ExecutorSettings
 from ringserve.engine.array_namespace import KVDType
+from ringserve.engine.config_check import check_config
 from ringserve.engine.devices import Device as DeviceDefaults
 from ringserve.engine.gpu.decoder_weights import rotary_tables
 from ringserve.engine.gpu.device import Device
@@ -58,7 +59,7 @@ def build_gpu_engine(
         dtype,
         device.torch_device,
         progress,
-        check_config=lambda config: choose_max_model_len(config, settings.max_model_len),
+        check_config=lambda config: check_config(config, settings, page_size, kv_dtype, None),
         compact=config.model_impl != "transformers",
     )
     loaded = weights.loaded

@@ -30,6 +30,8 @@ class OutputParams(Part, frozen=True):
     skip_special_tokens: bool = True
     echo: bool = False
     """Return the prompt's text (and its token ids) with the first output."""
+    bad_words: tuple[str, ...] = ()
+    """Become ``SamplingParams.bad_word_ids``."""
 
 
 class ServiceTargets(Part, frozen=True):

@@ -35,6 +35,12 @@ class SamplingParams(Part, frozen=True):
     """-1: none; 0: of the chosen token; k: and of the k most likely tokens. From the unprocessed logits."""
     prompt_logprobs: int = -1
     """The same for the prompt's tokens, each given those before it (the first one has none)."""
+    allowed_token_ids: bytes = b""
+    """int32, ascending: no other token is drawn. Empty: every token may be."""
+    bad_word_ids: bytes = b""
+    """int32: sequences, one after the other, that no token drawn completes. The tokenizer process fills them in."""
+    bad_word_lengths: bytes = b""
+    """int32, one for each sequence."""
 
 
 class SamplingDefaults(Part, frozen=True):

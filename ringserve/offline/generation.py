@@ -104,8 +104,11 @@ class GenerationJob:
             case TextOutputs():
                 self._on_text_outputs(message)
             case RequestRefused(request_id=request_id) if request_id in self._open:
-                # Everything that a user can do wrong was checked before.
-                raise EngineError(f"prompts[{self._open.pop(request_id).index}] was refused: {message.message}")
+                text = f"prompts[{self._open.pop(request_id).index}] was refused: {message.message}"
+                if message.param == "bad_words":
+                    raise ValueError(text)
+                # Everything else that a user can do wrong was checked before.
+                raise EngineError(text)
             case _:
                 pass  # of a job that was given up
 

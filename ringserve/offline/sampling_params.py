@@ -3,6 +3,7 @@ those of ``ringserve.frontend.validation``, so that both sides refuse the same v
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -65,9 +66,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token is drawn; not on GPUs."""
+    bad_words: Sequence[str] | None = None
+    """The sequences of tokens that stand for them are not completed; not on GPUs."""
 
     def __post_init__(self) -> None:
         engine_params(self, _ANY_ENGINE)
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one: a change of either leaves the other as it is."""
+        return copy.deepcopy(self)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def engine_params(params: SamplingParams, limits: Limits) -> EngineParams:
                 prompt_logprobs=validation.bounded_logprobs(params.prompt_logprobs, "prompt_logprobs", limits),
                 max_tokens=max_tokens,
             ),
-            output=validation.output_params(body, echo=False),
+            output=validation.output_params(body, limits, echo=False),
             n=validation.choices(body, limits),
             max_tokens=max_tokens,
         )
@@ -146,7 +155,7 @@ def _body(params: SamplingParams) -> CompletionBody:
     bias = values["logit_bias"]
     if isinstance(bias, Mapping):
         values["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
         if isinstance(values[name], Iterable) and not isinstance(values[name], str):
             values[name] = list(values[name])
     prompt_logprobs = values.pop("prompt_logprobs")
@@ -155,4 +164,6 @@ def _body(params: SamplingParams) -> CompletionBody:
     body = convert(values | {"prompt": ""}, CompletionBody)
     for text in [body.stop] if isinstance(body.stop, str) else body.stop or ():
         plain_text(text, "stop")
+    for word in body.bad_words or ():
+        plain_text(word, "bad_words")
     return body

@@ -69,7 +69,7 @@ def test_directory(llama: Path) -> None:
     assert stages[-1] == ("loading weights", 1.0)
 
 
-@pytest.mark.parametrize("kind", ["directory", "gguf"])
+@pytest.mark.parametrize("kind", ["directory", "gguf", "gguf-to-convert"])
 def test_the_configuration_is_looked_at_before_the_weights(llama: Path, tmp_path: Path, kind: Any) -> None:
     """The weights here cannot be read: what the configuration forbids is told first."""
     if kind == "directory":
@@ -77,15 +77,16 @@ def test_the_configuration_is_looked_at_before_the_weights(llama: Path, tmp_path
         for file in llama.glob("*.safetensors"):
             file.write_bytes(b"damaged")
     else:
-        path = write_gguf(tmp_path / "model.gguf", "llama")
+        path = write_gguf(tmp_path / "model.gguf", "llama" if kind == "gguf" else "qwen2")
         path.write_bytes(path.read_bytes()[:-1000])
+        kind = "gguf"
 
     def refuse(config: Any) -> None:
         raise ModelError(f"{config.max_position_embeddings} positions are too few")
 
-    for check, words in ((refuse, "positions are too few"), (lambda config: None, "download")):
+    for check, words in ((refuse, "positions are too few"), (lambda config: None, "download|use the model's")):
         with pytest.raises(ModelError, match=words):
-            load_model(ModelSource(str(path), kind, "model"), "float32", lambda *_: None, check_config=check)
+            load_model(ModelSource(str(path), kind, "model"), "float32", lambda *_: None, tmp_path, check_config=check)
 
 
 def test_defaults_are_neutral_without_a_generation_config(llama: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ringserve.engine.sampler import NO_FINITE_LOGIT, Sampler
+from ringserve.engine.sampler import NO_FINITE_LOGIT, Sampler, bad_words
 from ringserve.kernels.philox import philox4x32, uniforms
 from ringserve.kernels.sampling_reference import draw_reference, process_reference
 from ringserve.messages.columns import pack_f32, pack_i32, unpack_f32, unpack_i32
@@ -41,6 +41,16 @@ def _run(sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[in
     return tokens
 
 
+def _forbidden(sampling: SamplingParams) -> set[int]:
+    allowed = set(unpack_i32(sampling.allowed_token_ids).tolist())
+    return set(range(VOCAB)) - allowed if allowed else set()
+
+
+def _completing(sampling: SamplingParams, generated: Sequence[int]) -> list[int]:
+    """Tokens with which ``generated`` would end with a bad word."""
+    return [word[-1] for word in bad_words(sampling) if [*generated, word[-1]][-len(word) :] == list(word)]
+
+
 MIXED = [
     _params(temperature=0.0),
     _params(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7),
@@ -50,6 +60,9 @@ MIXED = [
     _params(14, min_p=0.1, presence_penalty=-1.5, frequency_penalty=1.0, min_tokens=6, stop_token_ids=pack_i32([7, 9])),
     _params(15, min_tokens=30, ignore_eos=True, stop_token_ids=pack_i32([11]), bias={3: 30.0, 11: 31.0, 600: -5.0}),
     _params(16, temperature=0.0, min_tokens=4, bias={3: 40.0, 5: 39.0}),
+    _params(17, allowed_token_ids=pack_i32([3, *range(50, 300)]), repetition_penalty=0.8, bias={3: 2.0, 400: 90.0}),
+    _params(19, top_k=2, bad_word_ids=pack_i32([6, 8, 9, 8, 8]), bad_word_lengths=pack_i32([1, 2, 2]), bias={8: 30.0}),
+    _params(18, temperature=0.0, allowed_token_ids=pack_i32(range(0, VOCAB, 3)), min_tokens=3),
 ]
 
 
@@ -71,7 +84,11 @@ def test_equals_the_reference_step_by_step(sampling: SamplingParams) -> None:
             repetition=sampling.repetition_penalty,
             presence=sampling.presence_penalty,
             frequency=sampling.frequency_penalty,
-            hidden=ends if step < sampling.min_tokens else [],
+            hidden=[
+                *(ends if step < sampling.min_tokens else []),
+                *_forbidden(sampling),
+                *_completing(sampling, tokens[:step]),
+            ],
         )
         counter = np.array([[len(prompt) + step, 2, 0, 0]], dtype=np.uint32)
         key = np.array([[sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]], dtype=np.uint32)
@@ -90,6 +107,55 @@ def test_min_tokens_hides_ends_and_then_lets_them_come() -> None:
     assert _run(MIXED[6], [1], [], range(3)) == [3] * 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("allowed", [[0], [VOCAB - 1], [7, 8], list(range(100, 300)), list(range(VOCAB))])
+def test_only_allowed_tokens_are_drawn(allowed: list[int], temperature: float) -> None:
+    sampling = _params(21, temperature=temperature, allowed_token_ids=pack_i32(allowed))
+    tokens = _run(sampling, [1], [], range(30))
+    assert set(tokens) <= set(allowed)
+    if len(allowed) == VOCAB:
+        assert tokens == _run(_params(21, temperature=temperature), [1], [], range(30))
+
+
+def test_bad_words_are_not_completed_and_their_parts_are_free() -> None:
+    """Logits that want 1 2 3 4 1 2 3 4 ... get something else where a bad word would end, and nowhere before."""
+    wanted = [1, 2, 3, 4] * 3
+
+    def run(words: list[list[int]], prompt: list[int], generated: list[int]) -> list[int]:
+        ids, lengths = pack_i32(id for word in words for id in word), pack_i32(map(len, words))
+        sampling = _params(temperature=0.0, bad_word_ids=ids, bad_word_lengths=lengths)
+        sampler = Sampler(VOCAB, EOS, 1)
+        sampler.reset(0, sampling, 0, [*prompt, *generated], len(prompt))
+        tokens = list(generated)
+        for token in wanted[len(generated) :]:
+            logits = np.zeros((1, VOCAB), np.float32)
+            logits[0, token], logits[0, 9] = 2, 1
+            (drawn,) = sampler.sample([0], logits).token_ids
+            assert drawn is not None
+            tokens.append(drawn)
+        return tokens
+
+    cases: list[tuple[list[list[int]], list[int]]] = [
+        ([], wanted),
+        ([[2]], [1, 9, 3, 4] * 3),
+        ([[1, 2]], [1, 9, 3, 4] * 3),
+        ([[2, 1]], wanted),
+        ([[4, 1, 2]], [1, 2, 3, 4, 1, 9, 3, 4, 1, 9, 3, 4]),
+        ([[1, 2, 3, 4], [3, 9]], [1, 2, 3, 0] * 3),
+        ([wanted], [*wanted[:-1], 9]),
+        ([[VOCAB], [1, VOCAB + 5], [-1]], wanted),
+    ]
+    for words, expected in cases:
+        for prompt in ([0], [4], [1, 2, 3, 4]):  # what the prompt ends with begins no bad word
+            assert run(words, prompt, []) == expected
+            for split in (1, 4, 5, 11):
+                assert run(words, prompt, expected[:split]) == expected
+
+
+def test_ids_that_the_model_has_not_are_not_allowed() -> None:
+    assert set(_run(_params(22, allowed_token_ids=pack_i32([-1, 6, VOCAB])), [1], [], range(5))) == {6}
+
+
 @pytest.mark.parametrize("sampling", MIXED, ids=range(len(MIXED)))
 def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened(sampling: SamplingParams) -> None:
     prompt = [4, 8, 15, 16, 23, 42]
@@ -100,8 +166,8 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened(sampling: Samplin
 
 def test_rows_do_not_depend_on_batch_mates_or_slots() -> None:
     alone = [_run(sampling, [7, 8], [], range(10)) for sampling in MIXED]
-    sampler = Sampler(VOCAB, EOS, 20)
-    slots = [19 - 2 * i for i in range(len(MIXED))]
+    sampler = Sampler(VOCAB, EOS, 2 * len(MIXED))
+    slots = [2 * (len(MIXED) - i) - 1 for i in range(len(MIXED))]
     for slot, sampling in zip(slots, MIXED, strict=True):
         sampler.reset(slot, sampling, 2, np.array([7, 8], dtype=np.int32), 2)
     together: list[list[int | None]] = [[] for _ in MIXED]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from typing import Any
 
+import msgspec
 import pytest
 from tokenizer_calls import GREETING, LONG, SECOND, feed, generate, ids_of, refusal, run_until_quiet
 from tokenizer_world import STATS, TIMES, Row, World, collect, default_gguf, make_world, ready, settings_for
 
+from ringserve.engine import token_questions
+from ringserve.engine.prompt_encoder import PIECE, PromptError, PromptLimits
 from ringserve.messages.columns import pack_i32, unpack_i32
 from ringserve.messages.integrity import CheckIntegrity, IntegrityReport
 from ringserve.messages.prompts import ChatPrompt, TextPrompt
-from ringserve.messages.requests import Abort, TokenizedRequest
+from ringserve.messages.requests import Abort, GenerateRequest, OutputParams, TokenizedRequest
+from ringserve.messages.sampling import SamplingParams
 from ringserve.messages.startup import LoadProgress, Started
 from ringserve.messages.text_outputs import TextOutputs
 from ringserve.messages.tokenization import DetokenizeRequest, DetokenizeResult, TokenizeRequest, TokenizeResult
+from ringserve.shm import MAX_MESSAGE
 
 
 def test_start_is_reported_and_requests_before_the_model_are_refused() -> None:
@@ -148,6 +154,139 @@ def test_large_ones_go_through_the_thread(world: World) -> None:
 
     run_until_quiet(world, act)
     assert world.frontend.take() == [TokenizeResult(1, pack_i32(ids), None), DetokenizeResult(2, LONG)]
+
+
+def words_of(world: World, *words: str, **more: Any) -> Any:
+    """What the tokenizer process makes of a request with bad words."""
+    sampling = SamplingParams(1, **more)
+    request = GenerateRequest(1, GREETING, sampling, OutputParams(bad_words=words), max_tokens=5)
+    run_until_quiet(world, lambda: world.actor.handle(request, "frontend-0"))
+    if refused := world.frontend.take():
+        return refused[0]
+    (request,) = world.scheduler.take()
+    feed(world, Row(1, finish="abort"))
+    world.frontend.clear()
+    found, start = [], 0
+    for length in unpack_i32(request.sampling.bad_word_lengths):
+        found.append(unpack_i32(request.sampling.bad_word_ids)[start : start + length].tolist())
+        start += length
+    return found
+
+
+def test_bad_words_become_tokens_with_and_without_a_space(world: World) -> None:
+    plain, spaced = ids_of(world, "Paris"), ids_of(world, " Paris")
+    assert words_of(world) == []
+    found = words_of(world, " Paris", "?!")
+    assert plain in found
+    assert (spaced in found) == (len(spaced) == len(plain))
+    assert ids_of(world, "?!") in found
+
+
+def test_bad_words_that_leave_nothing_are_refused(world: World) -> None:
+    (token,) = ids_of(world, "Paris")[-1:]
+    for more in (
+        {"allowed_token_ids": pack_i32([token])},
+        {"allowed_token_ids": pack_i32([2, token]), "min_tokens": 1},  # 2 is the model's end
+        {"allowed_token_ids": pack_i32([7, token]), "min_tokens": 1, "stop_token_ids": pack_i32([7])},
+    ):
+        refused = words_of(world, "Paris", **more)
+        assert (refused.status, refused.param) == (400, "bad_words")
+    assert words_of(world, "Paris", allowed_token_ids=pack_i32([2, token]))
+    assert words_of(world, "Paris", allowed_token_ids=pack_i32([2, token]), min_tokens=1, ignore_eos=True)
+    with pytest.raises(PromptError, match="out of vocabulary") as caught:
+        world.actor._encoder.bad_word_ids(["Paris"], PromptLimits(100, 8192))
+    assert caught.value.param == "bad_words"
+
+
+def test_nobody_waits_for_a_long_question(world: World) -> None:
+    """Prompts, short questions and aborts of the same frontend pass a text that takes long, and long prompts have
+    threads of their own."""
+
+    def act() -> None:
+        world.actor.handle(TokenizeRequest(1, TextPrompt(LONG * 30)), "frontend-0")
+        world.actor.handle(DetokenizeRequest(2, pack_i32([5] * 100_000)), "frontend-0")
+        generate(world, GREETING, 3)
+        world.actor.handle(TokenizeRequest(4, GREETING), "frontend-0")
+        world.actor.handle(DetokenizeRequest(5, pack_i32([5])), "frontend-0")
+        world.actor.handle(CheckIntegrity(6), "frontend-0")
+        assert [message.request_id for message in world.scheduler.take()] == [3, 6]
+        assert [message.request_id for message in world.frontend.take()] == [4, 5]
+        generate(world, TextPrompt(LONG), 7)
+
+    run_until_quiet(world, act)
+    assert [message.request_id for message in world.scheduler.take()] == [7]
+    assert [message.request_id for message in world.frontend.take()] == [1, 2]
+    feed(world, Row(3, finish="abort"), Row(7, finish="abort"))
+
+
+def test_questions_that_nobody_waits_for_are_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    worked: list[int] = []
+    tokenize = world.actor._questions.tokenize
+
+    def counted(request: TokenizeRequest) -> TokenizeResult:
+        worked.append(request.request_id)
+        return tokenize(request)
+
+    monkeypatch.setattr(world.actor._questions, "tokenize", counted)
+
+    def act() -> None:
+        for request_id in (1, 2, 3):
+            world.actor.handle(TokenizeRequest(request_id, TextPrompt(LONG)), "frontend-0")
+        world.actor.handle(Abort(1), "frontend-0")  # in the thread already
+        world.actor.handle(Abort(2), "frontend-0")
+
+    run_until_quiet(world, act)
+    assert [message.request_id for message in world.frontend.take()] == [3]
+    assert worked == [1, 3]
+    assert not world.actor._asked
+    assert not world.scheduler.take()
+
+
+def test_questions_with_too_large_answers_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not go into a message would end the process, and with it the server."""
+    monkeypatch.setattr(token_questions, "MAX_TOKENS", 30_000)
+    monkeypatch.setattr(token_questions, "MAX_STRINGS", 20)
+    monkeypatch.setattr(token_questions, "MAX_TEXT_BYTES", 50_000)
+
+    def act() -> None:
+        world.actor.handle(TokenizeRequest(1, TextPrompt("1" * 30_001)), "frontend-0")
+        world.actor.handle(TokenizeRequest(2, TextPrompt("1" * 30_000)), "frontend-0")
+        world.actor.handle(TokenizeRequest(3, TextPrompt("1" * 21), with_strings=True), "frontend-0")
+        world.actor.handle(DetokenizeRequest(4, pack_i32([5] * 30_001)), "frontend-0")
+        assert [message.request_id for message in world.frontend] == [3, 4]  # these are told at once
+        world.actor.handle(DetokenizeRequest(5, pack_i32(ids_of(world, " Washington") * 20_000)), "frontend-0")
+
+    run_until_quiet(world, act)
+    answers = {message.request_id: message for message in world.frontend.take()}
+    assert len(unpack_i32(answers.pop(2).token_ids)) == 30_000
+    assert {key: (each.status, each.param) for key, each in answers.items()} == {
+        1: (400, "prompt"),
+        3: (400, "return_token_strs"),
+        4: (400, "tokens"),
+        5: (400, "tokens"),
+    }
+    assert "has 30001 tokens, more than the 30000" in answers[1].message
+
+
+def test_the_largest_answers_go_into_a_message() -> None:
+    """Several of them may wait for a frontend."""
+    ids = msgspec.msgpack.encode(TokenizeResult(2**63, bytes(4 * token_questions.MAX_TOKENS), None))
+    text = msgspec.msgpack.encode(DetokenizeResult(2**63, "a" * token_questions.MAX_TEXT_BYTES))
+    assert 3 * max(len(ids), len(text)) < MAX_MESSAGE
+
+
+@pytest.mark.parametrize("count", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+@pytest.mark.parametrize("bad", [-1, 49_152])
+def test_ids_are_looked_at_to_the_last(world: World, count: int, bad: int) -> None:
+    def act() -> None:
+        world.actor.handle(DetokenizeRequest(1, pack_i32([*[5] * count, bad])), "frontend-0")
+        world.actor.handle(DetokenizeRequest(2, pack_i32([5] * count)), "frontend-0")
+
+    run_until_quiet(world, act)
+    refused, text = sorted(world.frontend.take(), key=lambda message: message.request_id)
+    assert (refused.status, refused.param) == (400, "tokens")
+    assert f"Token id {bad} is out" in refused.message
+    assert text == DetokenizeResult(2, world.actor._encoder.decode([5] * count, skip_special_tokens=False))
 
 
 def test_one_message_for_each_frontend(world: World) -> None:

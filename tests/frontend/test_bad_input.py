@@ -71,6 +71,18 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"logit_bias": [5]}, "logit_bias"),
         ({"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))}, "stop_token_ids"),
         ({"min_tokens": 1, "stop_token_ids": list(range(1, VOCAB_SIZE))}, "stop_token_ids"),  # 0 is the model's end
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["a", " "]}, "bad_words"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"bad_words": ["a" * 257]}, "bad_words"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": [5]}, "bad_words[0]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids[0]"),
+        ({"min_tokens": 1, "allowed_token_ids": [0]}, "allowed_token_ids"),  # the model's end
+        ({"min_tokens": 1, "allowed_token_ids": [4, 5], "stop_token_ids": [5, 4]}, "allowed_token_ids"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 4}, "min_tokens"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -6,6 +6,7 @@ import contextlib
 import socket
 from asyncio import CancelledError
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from ringserve.frontend import http_server
 from ringserve.messages.requests import Abort, GenerateRequest
 from ringserve.messages.startup import LoadProgress, StartFailed
 from ringserve.messages.tokenization import TokenizeRequest
+from ringserve.shm import ChannelOverflow, MessageTooLarge, ShmError
 
 CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
@@ -326,6 +328,25 @@ def test_what_cannot_be_sent_leaves_no_entry(caplog: pytest.LogCaptureFixture) -
         assert "OverflowError" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(MessageTooLarge, 413, "request_too_large"), (ChannelOverflow, 503, "overloaded")]
+)
+def test_what_no_message_can_carry_is_an_answer(error: type[ShmError], status: int, code: str) -> None:
+    """Bodies may be larger than what goes from process to process, and many large ones may come at once."""
+    bodies = (chat_body(), {"prompt": "a"}, {"prompt": "a"}, {"tokens": [1]})
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+
+        def send(message: object) -> None:
+            raise error
+
+        frontend.fake.send = send  # type: ignore[method-assign]  # a planted fault
+        for path, body in zip(POSTS, bodies, strict=True):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            assert ("retry-after" in answer.headers) == (status == 503)
+        assert not any(frontend.statistics().values())
+
+
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"model": MODEL, "prompt": "a b c"}).json()
     assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 1, 2], "token_strs": None}
@@ -345,6 +366,32 @@ def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     ):
         answer = http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("count", [0, 1, 65_535, 65_536, 65_537, 200_000])
+def test_long_answers_are_written_in_pieces(http: httpx.Client, frontend: RunningFrontend, count: int) -> None:
+    prompt = " ".join(map(str, range(count)))
+    answer = http.post("/tokenize", json={"prompt": prompt})
+    assert answer.headers["content-type"] == "application/json"
+    ids = list(range(count)) if count else [0]
+    assert answer.json() == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": None}
+    answer = http.post("/detokenize", json={"tokens": [7] * count})
+    assert answer.json() == {"prompt": " ".join(["7"] * count)}
+    assert http.post("/detokenize", json={"tokens": [7] * count + [-1]}).status_code == 400
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+def test_a_question_whose_client_leaves_is_taken_back(path: str, body: dict[str, Any]) -> None:
+    with RunningFrontend() as frontend:
+        frontend.fake.mute = True
+        client = RawClient(frontend)
+        client.post(path, body)
+        frontend.wait_until(lambda: bool(frontend.fake.received))
+        client.close()
+        frontend.wait_until(lambda: bool(frontend.fake.of_kind(Abort)))
+        (question, abort) = frontend.fake.received
+        assert abort.request_id == question.request_id
+        assert frontend.statistics()["pending_replies"] == 0
 
 
 def test_many_at_once(frontend: RunningFrontend) -> None:

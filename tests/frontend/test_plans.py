@@ -64,6 +64,8 @@ def test_what_is_given_travels(plan: Any) -> None:
         "min_tokens": 2,
         "stop": "x",
         "stop_token_ids": [4, 5],
+        "allowed_token_ids": [9, 4, 6, 9],
+        "bad_words": ["two words", " b"],
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
@@ -79,7 +81,9 @@ def test_what_is_given_travels(plan: Any) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-1.0, 2.0, 1.2)
     assert (sampling.logit_bias_ids, sampling.logit_bias_values) == (pack_i32([3, 7]), pack_f32([-2.5, 100]))
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (2, pack_i32([4, 5]), True)
+    assert sampling.allowed_token_ids == pack_i32([4, 6, 9])
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
+    assert output.bad_words == ("two words", " b")
     assert (output.stop, output.include_stop_str_in_output) == (("x",), True)
     assert (output.skip_special_tokens, output.echo) == (False, True)
     assert (request.n, request.priority, request.cache_salt) == (2, -5, "ours")

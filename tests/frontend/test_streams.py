@@ -185,6 +185,46 @@ def test_a_finished_request_is_not_aborted(held: RunningFrontend) -> None:
     assert held.fake.of_kind(Abort) == []
 
 
+@pytest.mark.parametrize("version", ["1.0", "0.9"])
+@pytest.mark.parametrize("headers", ["", "Connection: keep-alive\r\n"])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_old_client_gets_no_chunks(frontend: RunningFrontend, path: str, headers: str, version: str) -> None:
+    """HTTP/1.0 knows no transfer encoding: the end of the connection is the end of the stream."""
+    body = chat_body(stream=True) if path == CHAT else {"prompt": "a", "max_tokens": 3, "stream": True}
+    client = RawClient(frontend)
+    client.post(path, body, headers, version)
+    head, _, rest = client.read_all().partition(b"\r\n\r\n")
+    client.close()
+    assert b" 200 " in head.splitlines()[0]
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    chunks = events(rest.decode())
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("length") == 1
+
+
+def test_an_old_client_gets_pieces_as_they_are_made(held: RunningFrontend) -> None:
+    client = RawClient(held)
+    client.post(TEXT, {"prompt": "a", "max_tokens": 2, "stream": True}, version="1.0")
+    held.wait_until(lambda: len(held.fake.running) == 1)
+    held.call(held.fake.step)
+    client.read_until(b'"text":')
+    held.call(held.fake.step)
+    assert client.read_all().endswith(b"data: [DONE]\n\n")
+    client.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/nowhere"])
+def test_an_old_client_gets_whole_answers(frontend: RunningFrontend, path: str, method: str) -> None:
+    client = RawClient(frontend)
+    client.socket.sendall(f"{method} {path} HTTP/1.0\r\n\r\n".encode())
+    head, _, body = client.read_all().partition(b"\r\n\r\n")
+    client.close()
+    (length,) = [int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+    assert len(body) == (length if method == "GET" else 0)
+    assert b"transfer-encoding" not in head.lower()
+
+
 def test_keep_alive_comments_once_the_stream_has_started() -> None:
     with RunningFrontend(streams=StreamSettings(keep_alive_interval=0.05)) as frontend:
         frontend.fake.hold = True

@@ -258,6 +258,31 @@ def test_no_argument_of_chat_harms_the_engine(llm: LLM, options: dict[str, objec
     assert llm.generate(TEXTS[0], SamplingParams(max_tokens=1, temperature=0))[0].finished
 
 
+def test_masks_through_the_engine(llm: LLM) -> None:
+    """What is not allowed is not drawn; what is bad is not completed."""
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    (answer,) = llm.generate("The capital of France is", plain, use_tqdm=False)
+    ids = answer.outputs[0].token_ids
+    masked = plain.clone()
+    masked.bad_words = [llm.detokenize([ids[0]])]
+    (answer,) = llm.generate("The capital of France is", masked, use_tqdm=False)
+    assert ids[0] not in answer.outputs[0].token_ids
+    allowed = plain.clone()
+    allowed.allowed_token_ids = ids[::-1]
+    (answer,) = llm.generate("The capital of France is", allowed, use_tqdm=False)
+    assert answer.outputs[0].token_ids == ids
+    allowed.allowed_token_ids = llm.tokenize("yes no")
+    allowed.ignore_eos = True
+    (answer,) = llm.generate("The capital of France is", allowed, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 12
+    assert set(answer.outputs[0].token_ids) <= set(allowed.allowed_token_ids)
+    (token,) = llm.tokenize(masked.bad_words[0])
+    allowed.allowed_token_ids, allowed.bad_words = [token], masked.bad_words
+    with pytest.raises(ValueError, match="bad_words must leave a token"):
+        llm.generate("The capital of France is", allowed, use_tqdm=False)
+    assert llm.generate("The capital of France is", plain, use_tqdm=False)[0].outputs[0].token_ids == ids
+
+
 def test_parameters_that_only_the_model_can_judge(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"logprobs must be between 0 and 20, got 21"):
         llm.generate("x", SamplingParams(logprobs=21))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 import ringserve
@@ -59,6 +61,12 @@ from ringserve.offline.sampling_params import _ANY_ENGINE, engine_params
         ("prompt_logprobs", -1),
         ("prompt_logprobs", 1.5),
         ("logit_bias", {-1: 1.0}),
+        ("allowed_token_ids", []),
+        ("bad_words", [""]),
+        ("bad_words", ["half \ud800"]),
+        ("bad_words", "a"),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 5),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: "a"}),
         ("skip_special_tokens", "no"),
@@ -91,6 +99,8 @@ def test_every_value_reaches_the_engine() -> None:
             prompt_logprobs=2,
             skip_special_tokens=False,
             logit_bias={5: -100, 3: 1.5},
+            allowed_token_ids=(9, 4, 9),
+            bad_words=("a b",),
         ),
         _ANY_ENGINE,
     )
@@ -102,9 +112,35 @@ def test_every_value_reaches_the_engine() -> None:
     assert sampling.ignore_eos
     assert sampling.stop_token_ids == pack_i32([7, 8])
     assert sampling.logit_bias_ids == pack_i32([3, 5])
+    assert sampling.allowed_token_ids == pack_i32([4, 9])
+    assert params.output.bad_words == ("a b",)
     assert params.output.stop == ("a", "b")
     assert params.output.include_stop_str_in_output
     assert not params.output.skip_special_tokens
+
+
+def test_a_clone_is_equal_and_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, stop_token_ids=[3], allowed_token_ids=[1, 3], seed=5)
+    copied = params.clone()
+    assert copied == params
+    assert isinstance(copied.stop, list)
+    assert isinstance(copied.logit_bias, dict)
+    copied.stop.append("b")
+    copied.logit_bias[2] = 1.0
+    copied.temperature = 0.0
+    assert params == SamplingParams(
+        stop=["a"], logit_bias={1: 2.0}, stop_token_ids=[3], allowed_token_ids=[1, 3], seed=5
+    )
+
+
+def test_a_gpu_has_no_such_masks() -> None:
+    """The limits of a GPU's engine refuse what its sampler would not keep to."""
+    ready = msgspec.structs.replace(_ANY_ENGINE.ready, device="cuda")
+    limits = replace(_ANY_ENGINE, ready=ready)
+    with pytest.raises(ValueError, match="allowed_token_ids is not supported on GPUs"):
+        engine_params(SamplingParams(allowed_token_ids=[1]), limits)
+    with pytest.raises(ValueError, match="bad_words is not supported on GPUs"):
+        engine_params(SamplingParams(bad_words=["a"]), limits)
 
 
 def test_the_package_offers_two_names() -> None:
@@ -203,6 +239,8 @@ def test_a_refusal_is_an_error_with_the_place() -> None:
     requests = engine.take()
     with pytest.raises(EngineError, match=r"prompts\[1\] was refused: no room"):
         engine.job.handle(RequestRefused(requests[1].request_id, 400, "no room"))
+    with pytest.raises(ValueError, match=r"prompts\[0\] was refused: nothing left"):
+        engine.job.handle(RequestRefused(requests[0].request_id, 400, "nothing left", param="bad_words"))
 
 
 def test_interrupts_wait_for_the_check() -> None:

@@ -57,6 +57,10 @@ def test_values_from_a_file_have_types(tmp_path: Path) -> None:
         ({"scheduling_policy": "lifo"}, "not one of fcfs, priority, deadline, fair"),
         ({"overload_status": "500"}, "--overload-status: 500 is neither 503 nor 429"),
         ({"target_itl_ms": "-1"}, "--target-itl-ms"),
+        ({"max_model_len": "1"}, "--max-model-len: 1 leaves no room for a prompt and an answer; set at least 2"),
+        ({"max_model_len": 1}, "--max-model-len: 1 leaves no room for a prompt and an answer; set at least 2"),
+        ({"queue_timeout": "1e-9"}, "--queue-timeout: 1e-09 seconds are too few; set at least 0.001, or 0"),
+        ({"sse_keep_alive_interval": "0.01"}, "--sse-keep-alive-interval: 0.01 seconds are too few; set at least 0.1"),
         ({"tenant_weights": "a=0"}, "--tenant-weights: 'a=0' is not of the form TENANT=WEIGHT"),
     ],
 )
@@ -65,6 +69,30 @@ def test_a_mistake_names_the_flag(values: dict[str, object], words: str) -> None
         build_config(values)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_least_values_are_taken() -> None:
+    least = {
+        "max_model_len": "2",
+        "queue_timeout": "0.001",
+        "sse_keep_alive_interval": "0.1",
+        "max_num_seqs": "1",
+        "max_num_batched_tokens": "1",
+        "max_num_queued_reqs": "0",
+        "max_num_queued_tokens": "1",
+        "max_num_queued_per_tenant": "1",
+    }
+    build_config(dict(least))
+    build_config({"queue_timeout": "0", "sse_keep_alive_interval": "0"})
+
+
+def test_no_number_may_be_negative_or_none() -> None:
+    numbers = [option for option in options() if option.type in (int, float) and not option.repeated]
+    assert len(numbers) > 25
+    for option in numbers:
+        for value in ("-1", "nan", "inf"):
+            with pytest.raises(OptionError, match=option.flag):
+                build_config({option.name: value})
 
 
 @pytest.mark.parametrize(

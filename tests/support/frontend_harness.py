@@ -147,10 +147,17 @@ class RawClient:
         self.socket.settimeout(10)
         self.socket.connect((host, int(port)))
 
-    def post(self, path: str, body: dict[str, Any], headers: str = "") -> None:
+    def post(self, path: str, body: dict[str, Any], headers: str = "", version: str = "1.1") -> None:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
         self.socket.sendall(head.encode() + data)
+
+    def read_all(self) -> bytes:
+        """What comes until the server closes the connection."""
+        data = b""
+        while piece := self.socket.recv(65536):
+            data += piece
+        return data
 
     def read_until(self, end: bytes) -> bytes:
         data = b""

@@ -74,7 +74,7 @@ def run_until_quiet(world: World, act: Callable[[], None]) -> int:
     async def live() -> int:
         act()
         turns = 0
-        while world.actor._lanes._lanes:
+        while world.actor._lanes._lanes or world.actor._question_lanes._lanes:
             turns += 1
             await asyncio.sleep(0)
         return turns
