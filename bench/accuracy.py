@@ -4,8 +4,8 @@
 
 For each text, in windows of 512 tokens, at most four: the perplexity in float32 (transformers' own eager pass), the
 mean Kullback-Leibler divergence of the path's distribution of the next token from it, in nats, and how often the best
-token is the same; at last these over all tokens. The texts are a licence, technical prose, two speeches of 1863 and 1865,
-and what the model itself writes: answers to questions, greedy, and stories at temperature 0.7.
+token is the same; at last these over all tokens. The texts are a licence, technical prose, two speeches of 1863 and
+1865, and what the model itself writes: answers to questions, greedy, and stories at temperature 0.7.
 """
 
 from __future__ import annotations
@@ -153,11 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.append(together("all", results))
     _print(results[-1])
     if options.output is not None:
-        content = {
-            "machine": describe(),
-            "quantization": options.quantization,
-            "texts": [vars(found) for found in results],
-        }
+        write_json(
+            options.output,
+            {
+                "machine": describe(),
+                "quantization": options.quantization,
+                "texts": [vars(found) for found in results],
+            },
+        )
     return 0
 
 

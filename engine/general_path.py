@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from ringserve.engine.calibration import input_sizes
 from ringserve.engine.dtypes import DType
@@ -41,16 +42,17 @@ class TorchPath:
         model, level = self._loaded.model, host_level()
         team = None
         int8 = self._quantization == "int8"
-        if int8 or (self._dtype == "bfloat16" and prefers_team(level)):
+        bfloat16 = self._dtype == "bfloat16" and prefers_team(level)
+        if int8 or bfloat16:
             if not is_kept(run_call):
                 self._progress(COMPILING, 0.0)
             team = LinearTeam(self._threads, level)
         if int8 and team is not None:
             self._progress(QUANTISING, 0.0)
-            sizes = input_sizes(model)
-            quantize_linears(model, team, sizes, lambda part: self._progress(QUANTISING, round(part, 1)))
-        else:
-            self._packed = pack_linears(model, team)
+            sizes, head = input_sizes(model), cast(Any, model).get_output_embeddings()
+            # Rounding the output layer matters most, wherever two logits are almost equal.
+            quantize_linears(model, team, sizes, lambda part: self._progress(QUANTISING, round(part, 1)), leave=head)
+        self._packed = pack_linears(model, team if bfloat16 else None)
         return TorchForward(model, self._traced.modules, pool, team)
 
     def explain(self, error: Exception) -> None:

@@ -77,15 +77,16 @@ def quantize_linears(
     team: LinearTeam,
     input_sizes: InputSizes | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    leave: nn.Module | None = None,
 ) -> int:
-    """Replace every plain ``nn.Linear`` on the CPU, in place; how many. Modules that only derive from it may do more
-    than a product and stay."""
+    """Replace every plain ``nn.Linear`` on the CPU but ``leave``, in place; how many. Modules that only derive from it
+    may do more than a product and stay."""
     input_sizes = {} if input_sizes is None else input_sizes
     # Under all its names: a module that is used in two places is quantised once, and replaced twice.
     found = [
         (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], child)
         for name, child in model.named_modules(remove_duplicate=False)
-        if name and type(child) is nn.Linear and child.weight.device.type == "cpu"
+        if name and type(child) is nn.Linear and child is not leave and child.weight.is_cpu
     ]
     count = len(found)
     arena = Arena()

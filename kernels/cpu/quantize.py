@@ -110,9 +110,8 @@ def input_factors(weight: NDArray[np.float32], sizes: NDArray[np.float32] | None
         known = (norms > TINY) & (sizes > TINY) & np.isfinite(norms) & np.isfinite(sizes)
         if known.any():
             ratios = np.sqrt(norms[known] / sizes[known])
-            factors[:k][known] *= np.clip(ratios / np.median(ratios), 1 / LARGEST_FACTOR, LARGEST_FACTOR).astype(
-                np.float32
-            )
+            spread = np.clip(ratios / np.median(ratios), 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+            factors[:k][known] *= spread.astype(np.float32)
     return factors
 
 

@@ -52,7 +52,8 @@ def rescore_row(
     """See the top of this file."""
     tiles = (columns + tile_columns - 1) // tile_columns
     last = _last_candidate(best, stride, tiles)
-    bound = load_f32(logits + 4 * key_columns(last))
+    # In a small vocabulary all of them.
+    bound = np.float32(-np.inf) if tiles < CANDIDATES else load_f32(logits + 4 * key_columns(last))
     for tile in range(tiles):
         at = best + 8 * stride * tile
         if read_i64(at) < last:

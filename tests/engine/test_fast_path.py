@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
+from ringserve.kernels.cpu.rescore import CANDIDATES
 from ringserve.messages.columns import unpack_i32
 from ringserve.messages.requests import TokenizedRequest
 
@@ -351,3 +353,40 @@ def test_logits_take_no_more_memory_than_a_steps_tokens(qwen3: LoadedModel) -> N
     for job in jobs:
         counts = [count for part in job.prompt_logprobs for count in unpack_i32(part.columns.counts).tolist()]
         assert counts == [0, *[3] * (len(job.prompt) - 1)]
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama-tied-biases", True)])
+def test_an_output_layer_in_int8_keeps_its_weights_for_the_largest_logits(
+    directory: Path, name: str, tied: bool
+) -> None:
+    kind, arguments = FAMILY[name]
+    path = make_checkpoint(directory / f"{name}-4001", kind, {**arguments, "vocab_size": 4001})
+    loaded = load_model(ModelSource(str(path), "directory", name), "bfloat16", lambda stage, fraction: None)
+    assert prepare(loaded).weights.exact_head is None
+    model = prepare(loaded, "int8")
+    exact = model.weights.exact_head
+    assert exact is not None
+    assert (exact is model.weights.embedding) == tied
+    head = loaded.model.lm_head.weight.detach().view(torch.uint16).numpy()  # type: ignore[union-attr,operator]
+    np.testing.assert_array_equal(exact[: len(head)], head)
+
+    # With zeros in their place, the largest logits of every row, and they alone, become zeros.
+    zeros = replace(model, weights=replace(model.weights, exact_head=np.zeros_like(exact)))
+    ids, counts, wanted = (
+        np.array([prompt_of(30, 1)], np.int32),
+        np.array([30], np.int32),
+        np.arange(30, dtype=np.int32),
+    )
+    found = []
+    for each in (model, zeros):
+        with bench_of(each, num_threads=2) as bench:
+            table, slots, computed = np.array([[1, 2]], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64)
+            logits = bench.decoder.forward(slots, counts, computed, ids, table, wanted).copy()
+            np.testing.assert_array_equal(bench.decoder.best_tokens(), logits.argmax(axis=1))
+            found.append(logits)
+    right, without = found
+    rescored = (without == 0) & (right != 0)
+    assert (rescored.sum(axis=1) >= CANDIDATES).all()
+    assert rescored.mean() < 0.1
+    assert rescored[np.arange(30), right.argmax(axis=1)].all()
+    np.testing.assert_array_equal(right[~rescored], without[~rescored])

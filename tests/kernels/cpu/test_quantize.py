@@ -75,17 +75,19 @@ def test_the_rotation_cancels_out() -> None:
 
 
 def test_factors_share_sizes_out() -> None:
-    """Powers of two: small for large inputs and small weights; a sign alone where nothing is known or useful."""
+    """Small for large inputs and small weights; a sign alone where nothing is known or useful."""
     rng = np.random.default_rng(5)
     weight = rng.standard_normal((40, 200)).astype(np.float32)
+    weight /= np.linalg.norm(weight, axis=0)
     sizes = np.ones(200, np.float32)
     sizes[3], sizes[4], sizes[5], sizes[6], sizes[7] = 64, 1 / 64, 0, np.inf, np.nan
     weight[:, 8], weight[:, 9], sizes[10] = 0, 1e-44, 1e30
     factors = np.abs(input_factors(weight, sizes))
-    assert (np.frexp(factors)[0] == 0.5).all()
-    assert factors[3] * 8 == factors[0] == factors[4] / 8
+    np.testing.assert_allclose(factors[[0, 3, 4, 11]], [1, 1 / 8, 8, 1], rtol=1e-6)
     assert (factors[[5, 6, 7, 8, 9, *range(200, 256)]] == 1).all()
     assert factors[10] == 1 / LARGEST_FACTOR
+    larger = np.abs(input_factors(weight * np.where(np.arange(200) == 11, 9, 1).astype(np.float32), sizes))
+    assert larger[11] == pytest.approx(3, rel=1e-6)
     assert (np.abs(input_factors(weight)) == 1).all()
     assert 20 < (input_factors(weight)[:GROUP] < 0).sum() < 44
 
@@ -142,7 +144,7 @@ def test_weights() -> None:
     inverse = np.divide(1, plain, out=np.zeros_like(plain), where=plain > 0)
     simple = np.square(np.rint(rotated * inverse) * plain - rotated).reshape(70, -1, GROUP).sum(axis=2)
     found = np.square(q * scales - rotated).reshape(70, -1, GROUP).sum(axis=2)
-    assert found.sum() < 0.96 * simple.sum()
+    assert found.sum() < 0.98 * simple.sum()
 
 
 def test_weights_near_the_smallest_floats() -> None:
