@@ -15,6 +15,8 @@ changed are made new. A row with NaN stays as it is. One order of additions, wha
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ringserve.kernels.cpu.compiled import compiled
@@ -68,7 +70,7 @@ def rescore_row(
 
 
 @compiled
-def _last_candidate(best: int, stride: int, tiles: int) -> int:
+def _last_candidate(best: int, stride: int, tiles: int) -> Any:
     """The smallest of the ``CANDIDATES`` largest keys, which are all different."""
     bound = _NO_KEY
     for _ in range(min(CANDIDATES, tiles)):
@@ -83,7 +85,7 @@ def _last_candidate(best: int, stride: int, tiles: int) -> int:
 
 
 @compiled
-def _dot(x: int, weight: int, k: int) -> float:
+def _dot(x: int, weight: int, k: int) -> Any:
     """Of ``k`` float32 and bfloat16, in float32."""
     zero = broadcast(np.float32(0))
     s0, s1, s2, s3 = zero, zero, zero, zero
