@@ -34,7 +34,8 @@ from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, scratch_bytes_int8
 from ringserve.kernels.cpu.roofs import read_range
-from ringserve.kernels.cpu.vector import add, broadcast, load, prefetch_l2, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load, prefetch_l2
 
 SEQUENTIAL_BYTES = 128 << 20
 compiled = njit(nogil=True, boundscheck=False, error_model="numpy")

@@ -44,14 +44,14 @@ from ringserve.kernels.cpu.decoder_fields import (
 )
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
 from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
-from ringserve.kernels.cpu.llvm import load_i32
+from ringserve.kernels.cpu.llvm import load_i32, load_i64
 from ringserve.kernels.cpu.norm import rms_norm
 from ringserve.kernels.cpu.paged_attention import attend, attend_span, fetch_lines
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, attend_span_int8, split_queries
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS, quantize_row
 from ringserve.kernels.cpu.rope import rotate
-from ringserve.kernels.cpu.vector import load, read_i64, store, store_bfloat16
+from ringserve.kernels.cpu.vector_memory import load, store, store_bfloat16
 
 
 @compiled
@@ -66,8 +66,8 @@ def rotate_segment(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps
     """A segment's tokens, one kv head with its group of query heads."""
     dim, page_size, heads, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[HEADS], sizes[KV_HEADS]
     group = heads // kv_heads
-    token, position = read_i64(segment), read_i64(segment + 8)
-    count, table = read_i64(segment + 16), read_i64(segment + 24)
+    token, position = load_i64(segment), load_i64(segment + 8)
+    count, table = load_i64(segment + 16), load_i64(segment + 24)
     for t in range(count):
         cos = sizes[COS] + 2 * dim * (position + t)
         sin = sizes[SIN] + 2 * dim * (position + t)
@@ -96,8 +96,8 @@ def rotate_segment(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps
 def _fetch_slots(kv: Any, op: Any, segment: int, sizes: Any) -> None:
     """Load what a token's keys and values are about to be written into: stores wait for one line after the other."""
     dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
-    position = read_i64(segment + 8)
-    page, slot = np.int64(load_i32(read_i64(segment + 24) + 4 * (position // page_size))), position % page_size
+    position = load_i64(segment + 8)
+    page, slot = np.int64(load_i32(load_i64(segment + 24) + 4 * (position // page_size))), position % page_size
     item = 1 if len(kv) == 1 else 2
     for kv_head in range(kv_heads):
         at = item * dim * page_size * (page * kv_heads + kv_head)
@@ -143,15 +143,15 @@ def _attend_head(
     segment = step[SEGMENTS] + 32 * index
     if step[SINGLE]:
         rotate_segment(kv, op, segment, kv_head, sizes, eps, scratch)
-    token, position = read_i64(segment), read_i64(segment + 8)
-    count, table = read_i64(segment + 16), read_i64(segment + 24)
+    token, position = load_i64(segment), load_i64(segment + 8)
+    count, table = load_i64(segment + 16), load_i64(segment + 24)
     first = kv_head * page_size  # counted in tokens: page 0 of this head, and what is read after it
     following, item = 0, 1 if len(kv) == 1 else 2
     if op[WINDOW] == 0:
         if kv_head + 1 < end:
             following = op[KEYS] + item * dim * page_size * (kv_heads * load_i32(table) + kv_head + 1)
         elif kv_head > 0 and index + sizes[THREADS] < step[NUM_SEGMENTS]:  # most likely what this thread takes next
-            following = read_i64(segment + 32 * sizes[THREADS] + 24)
+            following = load_i64(segment + 32 * sizes[THREADS] + 24)
             following = op[KEYS] + item * dim * page_size * kv_heads * load_i32(following)
     queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
     if len(kv) == 1:
@@ -219,7 +219,7 @@ def _attend_span(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any
     group = sizes[HEADS] // kv_heads
     span, kv_head = tile % spans, tile // spans % kv_heads
     segment = step[SEGMENTS] + 32 * (tile // spans // kv_heads)
-    token, position, table = read_i64(segment), read_i64(segment + 8), read_i64(segment + 24)
+    token, position, table = load_i64(segment), load_i64(segment + 8), load_i64(segment + 24)
     if span > position // SPAN or span < first_page(position, op[WINDOW], page_size) * page_size // SPAN:
         return
     first = kv_head * page_size
@@ -278,7 +278,7 @@ def merge_tile(level: Any, op: Any, step: Any, sizes: Any, tile: int) -> None:
     group = sizes[HEADS] // kv_heads
     kv_head = tile % kv_heads
     segment = step[SEGMENTS] + 32 * (tile // kv_heads)
-    token, position = read_i64(segment), read_i64(segment + 8)
+    token, position = load_i64(segment), load_i64(segment + 8)
     size = state_bytes(group, dim)
     states = step[STATES] + tile * spans * size
     first = first_page(position, op[WINDOW], page_size) * page_size // SPAN

@@ -30,23 +30,20 @@ from ringserve.kernels.cpu.attention_spans import (
     totals_of,
 )
 from ringserve.kernels.cpu.compiled import compiled
+from ringserve.kernels.cpu.exponentials import exp2_coarse
 from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32
 from ringserve.kernels.cpu.pair_product import pair_product, pair_product_add
 from ringserve.kernels.cpu.vector import (
     add,
     broadcast,
-    exp2_coarse,
     keep_between,
     largest_lane,
-    load,
     maximum,
     multiply,
     multiply_add,
-    prefetch_l2,
-    store,
-    store_rounded,
     sum_lanes,
 )
+from ringserve.kernels.cpu.vector_memory import load, prefetch_l2, store, store_rounded
 
 MAX_ROWS = 64
 """Query rows (tokens x heads of a kv head) of one call."""
@@ -99,7 +96,7 @@ def _softmax_row(
     by, origin = broadcast(scale), broadcast(-before * scale)
     for v in range(vectors):
         weight = exp2_coarse(level, multiply_add(load(scores + 64 * v), by, origin))
-        sums = add(sums, store_rounded(level, weights + 32 * v, weight))
+        sums = add(sums, store_rounded(weights + 32 * v, weight))
     store(total, sums)
 
 

@@ -40,10 +40,10 @@ from ringserve.kernels.cpu.codes import (
     largest_or_nan,
     store_split_signed,
     store_split_unsigned,
-    zero_outside,
 )
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32
+from ringserve.kernels.cpu.exponentials import exp2_coarse
+from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32, store_i32
 from ringserve.kernels.cpu.paged_attention import MAX_ROWS, fetch_lines
 from ringserve.kernels.cpu.quad_product import key_product, value_product
 from ringserve.kernels.cpu.vector import (
@@ -51,18 +51,15 @@ from ringserve.kernels.cpu.vector import (
     add,
     broadcast,
     divide,
-    exp2_coarse,
     keep_between,
     largest_lane,
-    load,
-    load_bfloat16,
     maximum,
     multiply,
     multiply_add,
-    store,
     sum_lanes,
-    write_i32,
+    zero_outside,
 )
+from ringserve.kernels.cpu.vector_memory import load, load_bfloat16, store
 
 QUERY_STEPS = 32639.0
 """The largest magnitude that two signed bytes say as 256 * high + low."""
@@ -94,7 +91,7 @@ def _split_query(query: int, dim: int, high: int, low: int, start: int) -> Any:
     total = sum_lanes(sums)
     if not np.abs(total) < np.float32(16777216):  # not of numbers; the step is NaN or infinite and shows it
         total = np.float32(0)
-    write_i32(start, -128 * np.int64(total))
+    store_i32(start, -128 * np.int64(total))
     return step
 
 

@@ -13,7 +13,8 @@ from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.pair_product import pair_product
-from ringserve.kernels.cpu.vector import add, broadcast, load, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load
 
 READ_BYTES = 128 << 20
 """Each thread reads so much, several times the caches."""
