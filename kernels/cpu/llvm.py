@@ -178,18 +178,34 @@ def store_tile(b: Any, tile: list[list[Any]], out: Any, stride: Any, add: Any) -
     b.position_at_end(after)
 
 
-def switch(b: Any, value: Any, largest: int, emit: Callable[[int], None]) -> None:
-    """Emit one variant for each of 1 .. ``largest``; run the one that ``value`` (int64) names, else the largest."""
+def switch(b: Any, value: Any, numbers: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Emit one variant for each of ``numbers``; run the one that ``value`` (int64) names, else the last."""
     after = b.append_basic_block("after")
-    variants = [b.append_basic_block(f"variant_{number}") for number in range(1, largest + 1)]
+    variants = [b.append_basic_block(f"variant_{number}") for number in numbers]
     choice = b.switch(value, variants[-1])
-    for number, block in enumerate(variants, start=1):
-        if number < largest:
+    for number, block in zip(numbers, variants, strict=True):
+        if block is not variants[-1]:
             choice.add_case(const(number), block)
         b.position_at_end(block)
         emit(number)
         b.branch(after)
     b.position_at_end(after)
+
+
+def loop(b: Any, count: Any, starts: list[Any], turn: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emit ``count`` (int64, at least 1) turns: ``turn(i, values)`` without branches gives the next turn's values, the
+    first has ``starts``. Returns the last ones."""
+    before, block, after = b.block, b.append_basic_block("loop"), b.append_basic_block("looped")
+    b.branch(block)
+    b.position_at_end(block)
+    i, values = b.phi(I64), [b.phi(start.type) for start in starts]
+    results = turn(i, values)
+    following = b.add(i, const(1))
+    incoming([i, *values], [const(0), *starts], before)
+    incoming([i, *values], [following, *results], block)
+    b.cbranch(b.icmp_signed("<", following, count), block, after)
+    b.position_at_end(after)
+    return results
 
 
 def incoming(phis: list[Any], values: list[Any], block: Any) -> None:

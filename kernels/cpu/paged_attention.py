@@ -32,7 +32,7 @@ from ringserve.kernels.cpu.attention_spans import (
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.exponentials import exp2_coarse
 from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32
-from ringserve.kernels.cpu.pair_product import pair_product, pair_product_add
+from ringserve.kernels.cpu.pair_product import pair_product
 from ringserve.kernels.cpu.vector import (
     add,
     broadcast,
@@ -159,6 +159,7 @@ def attend_span(
             dim // 2,
             scores,
             4 * page_size,
+            None,
             rows,
             vectors,
             values + at,
@@ -178,7 +179,7 @@ def attend_span(
                 totals + 64 * r,
                 factors + 4 * r,
             )
-        pair_product_add(
+        pair_product(
             level,
             weights,
             2 * page_size,

@@ -35,7 +35,7 @@ def read_range(start: int, size: int) -> Any:
 @compiled
 def _multiply(level: Any, a: int, b: int, out: int, repeats: int) -> None:
     for _ in range(repeats):
-        pair_product(level, a, 4 * PAIRS, b, 64 * VECTORS, 64, PAIRS, out, 64 * VECTORS, ROWS, VECTORS, b)
+        pair_product(level, a, 4 * PAIRS, b, 64 * VECTORS, 64, PAIRS, out, 64 * VECTORS, None, ROWS, VECTORS, b)
 
 
 def _together(threads: int, work: Callable[[int], None]) -> float:
