@@ -35,10 +35,9 @@ from numba import types
 from numba.extending import register_jitable
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
-from ringserve.kernels.cpu.atomics import compare_exchange, fetch_add, load_acquire, pause, store_release
+from ringserve.kernels.cpu.atomics import compare_exchange, fetch_add, load_acquire, pause, read_clock, store_release
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.llvm import store_i64
-from ringserve.kernels.cpu.vector import read_clock
 
 RECORD = 64
 """Bytes of an operation's record, and of the header."""
