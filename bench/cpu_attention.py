@@ -29,12 +29,14 @@ from ringserve.bench.machine import describe
 from ringserve.bench.report import check_writable, write_json
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_inputs import Int8Pages, Pages, QueryRows
 from ringserve.kernels.cpu.features import host_level
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, scratch_bytes_int8
 from ringserve.kernels.cpu.roofs import read_range
-from ringserve.kernels.cpu.vector import add, broadcast, load, prefetch_l2, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load, prefetch_l2
 
 SEQUENTIAL_BYTES = 128 << 20
 compiled = njit(nogil=True, boundscheck=False, error_model="numpy")
@@ -58,17 +60,14 @@ def attend_all(
                 following = 0
                 if head + 1 < kv_heads:
                     following = keys + item * dim * page_size * (1 + kv_heads * load_i32(table))
+                rows = QueryRows(queries, group, group, context - 1, 0, scale)
                 if int8:
-                    key_scales, value_scales = layers[layer, 2] + 4 * first, layers[layer, 3] + 4 * first
-                    attend_int8(
-                        level, queries, group, group, context - 1, 0, scale, keys, values, key_scales, value_scales,
-                        table, kv_heads, page_size, dim, scratch, following,
-                    )  # fmt: skip
+                    scales = layers[layer, 2] + 4 * first, layers[layer, 3] + 4 * first
+                    int8_pages = Int8Pages(keys, values, scales[0], scales[1], table, kv_heads, page_size, dim)
+                    attend_int8(level, rows, int8_pages, scratch, following)
                 else:
-                    attend(
-                        level, queries, group, group, context - 1, 0, scale, keys, values, table,
-                        2 * dim * kv_heads * page_size, page_size, dim, scratch, following,
-                    )  # fmt: skip
+                    pages = Pages(keys, values, table, kv_heads, page_size, dim)
+                    attend(level, rows, pages, scratch, following)
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from ringserve.config import ExecutorSettings
-from ringserve.engine.kv_budget import KVBudget, plan_kv
-from ringserve.engine.kv_layout import KVDType, LayerKV, bytes_per_page
+from ringserve.config import ExecutorConfig, ExecutorSettings
+from ringserve.engine.kv_layout import LayerKV, bytes_per_page
 from ringserve.engine.model_limits import choose_max_model_len, text_config
 from ringserve.engine.page_swaps import check_swap_space
+from ringserve.engine.serving_plan import ServingPlan
 
 PLAIN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """``model_type`` of the architectures (``decoder_family``) all of whose layers keep the same, as their configuration
@@ -35,29 +35,7 @@ def known_layers(config: Any) -> list[LayerKV] | None:
     return [LayerKV(kv_heads, dim, dim)] * layers
 
 
-def plan_for(
-    settings: ExecutorSettings,
-    layers: Sequence[LayerKV],
-    page_size: int,
-    kv_dtype: KVDType,
-    max_model_len: int,
-    free_bytes: int,
-) -> KVBudget:
-    """The pages that these settings give to layers like these. Raises ModelError where they hold too little."""
-    return plan_kv(
-        bytes_per_page=bytes_per_page(layers, page_size, kv_dtype),
-        page_size=page_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
-        max_model_len_asked=settings.max_model_len is not None,
-        kv_cache_memory=settings.config.kv_cache_memory,
-        free_bytes=free_bytes,
-    )
-
-
-def check_config(
-    config: Any, settings: ExecutorSettings, page_size: int, kv_dtype: KVDType, free_bytes: int | None
-) -> int:
+def check_config(config: Any, settings: ExecutorSettings, plan: ServingPlan, free_bytes: int | None) -> int:
     """``max_model_len``. ``free_bytes`` of the memory that keys and values come from, before the weights take theirs;
     None where that is not known yet.
 
@@ -68,22 +46,18 @@ def check_config(
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     layers = known_layers(config)
     if layers is not None:
-        check_memory(settings, layers, page_size, kv_dtype, max_model_len, free_bytes)
+        check_memory(settings.config, plan, layers, max_model_len, free_bytes)
     return max_model_len
 
 
 def check_memory(
-    settings: ExecutorSettings,
-    layers: Sequence[LayerKV],
-    page_size: int,
-    kv_dtype: KVDType,
-    max_model_len: int,
-    free_bytes: int | None,
+    config: ExecutorConfig, plan: ServingPlan, layers: Sequence[LayerKV], max_model_len: int, free_bytes: int | None
 ) -> None:
     """As ``check_config`` does, for layers that are known otherwise."""
-    if free_bytes is not None or settings.config.kv_cache_memory is not None:
-        plan_for(settings, layers, page_size, kv_dtype, max_model_len, free_bytes or 0)
-    check_swap_space(settings.config.swap_space, bytes_per_page(layers, page_size, kv_dtype))
+    page_bytes = bytes_per_page(layers, plan.page_size, plan.kv_dtype)
+    if free_bytes is not None or config.kv_cache_memory is not None:
+        plan.budget(page_bytes, max_model_len, config.kv_cache_memory, free_bytes or 0)
+    check_swap_space(config.swap_space, page_bytes)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

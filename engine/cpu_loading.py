@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ringserve.config import ExecutorSettings
 from ringserve.engine.config_check import check_config
 from ringserve.engine.cpu_model import CpuModel
-from ringserve.engine.dtypes import DType
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import prepare_fast
@@ -21,11 +20,11 @@ from ringserve.engine.general_path import TorchPath
 from ringserve.engine.kept_model import CheckedModel, start_key, store_record, unpacked_arrays
 from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.kv_budget import free_memory
-from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.model_loader import LoadedModel, load_model
 from ringserve.engine.self_check import check_model
+from ringserve.engine.serving_plan import ServingPlan
 from ringserve.engine.start_stages import CHECKING
 
 Progress = Callable[[str, float], None]
@@ -35,9 +34,7 @@ logger = logging.getLogger("ringserve.executor")
 
 def load_and_check(
     settings: ExecutorSettings,
-    dtype: DType,
-    kv_dtype: KVDType,
-    page_size: int,
+    plan: ServingPlan,
     threads: int,
     kept: Callable[[], KeptWeights | None],
     progress: Progress,
@@ -45,12 +42,12 @@ def load_and_check(
     """``kept``: waits for the packed weights of an earlier start to be read. Raises ModelError."""
     loaded = load_model(
         settings.source,
-        dtype,
+        plan.dtype,
         progress,
-        check_config=lambda config: check_config(config, settings, page_size, kv_dtype, free_memory()),
+        check_config=lambda config: check_config(config, settings, plan, free_memory()),
     )
     max_model_len = choose_max_model_len(loaded.config, settings.max_model_len)
-    fast = _fast_model(loaded, settings, kv_dtype, page_size, max_model_len, kept, progress)
+    fast = _fast_model(loaded, settings, plan, max_model_len, kept, progress)
     if fast is not None:
         return CpuModel(
             architecture=loaded.architecture,
@@ -71,15 +68,14 @@ def load_and_check(
         max_model_len=max_model_len,
         vocab_size=traced.vocab_size,
         layers=traced.layers,
-        path=TorchPath(loaded, traced, dtype, settings.config.quantization, threads, progress),
+        path=TorchPath(loaded, traced, plan.dtype, settings.config.quantization, threads, progress),
     )
 
 
 def _fast_model(
     loaded: LoadedModel,
     settings: ExecutorSettings,
-    kv_dtype: KVDType,
-    page_size: int,
+    plan: ServingPlan,
     max_model_len: int,
     kept: Callable[[], KeptWeights | None],
     progress: Progress,
@@ -99,7 +95,7 @@ def _fast_model(
         # Free bytes 0: the check needs float32 weights, and gets them one module's at a time. A first start holds the
         # weights twice in any case, as they were loaded and packed; all of them in float32 would be another twice.
         fast = prepare_fast(
-            loaded, quantization, page_size, max_model_len, 0, progress, packer=packer, kv_dtype=kv_dtype
+            loaded, quantization, plan.page_size, max_model_len, 0, progress, packer=packer, kv_dtype=plan.kv_dtype
         )
     except NotApplicableError as error:
         if asked == "fast":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringserve.config import ExecutorSettings
-from ringserve.engine.config_check import check_memory, plan_for
+from ringserve.engine.config_check import check_memory
 from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.devices import Device
 from ringserve.engine.dtypes import DType, resolve_dtype
@@ -24,14 +24,14 @@ from ringserve.engine.fast_kernels import compile_kernels, is_compiled
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.kept_model import load_record, restored_model, start_key
 from ringserve.engine.kept_weights import KeptWeights, weights_directory
-from ringserve.engine.kv_budget import KVBudget, check_page_size, free_memory
-from ringserve.engine.kv_dtype import choose_kv_dtype
-from ringserve.engine.kv_layout import HostPages, KVDType, LayerKV, bytes_per_page
+from ringserve.engine.kv_budget import KVBudget, free_memory
+from ringserve.engine.kv_layout import HostPages, LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_runner import Forward, ModelRunner
 from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
 from ringserve.engine.ready_engine import Engine, warm_up
 from ringserve.engine.sampler import Sampler
+from ringserve.engine.serving_plan import ServingPlan, plan_serving
 from ringserve.engine.start_stages import COMPILING, READING, WARMING_UP
 from ringserve.kernels.cpu.features import level_name
 from ringserve.kernels.cpu.row_sampler import CpuRowSampler
@@ -60,10 +60,9 @@ def build_cpu_engine(
     check_threads(max(threads, fast_threads))
     if config.quantization == "fp8":
         raise ModelError("--quantization fp8 is for GPUs; use int8 on this CPU, or leave it out")
-    page_size = check_page_size(config.block_size or device.page_size)
-    dtype = resolve_dtype(settings.dtype)
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device.name)
-    model = _model(settings, dtype, kv_dtype, page_size, threads, progress)
+    plan = plan_serving(settings, device, resolve_dtype(settings.dtype))
+    page_size, kv_dtype = plan.page_size, plan.kv_dtype
+    model = _model(settings, plan, threads, progress)
     page_bytes = bytes_per_page(model.layers, page_size, kv_dtype)
     free_bytes = free_memory()
     if config.kv_cache_memory is not None and config.kv_cache_memory > free_bytes:
@@ -73,12 +72,11 @@ def build_cpu_engine(
             config.kv_cache_memory,
             free_bytes,
         )
-    budget = plan_for(settings, model.layers, page_size, kv_dtype, model.max_model_len, free_bytes)
+    budget = plan.budget(page_bytes, model.max_model_len, config.kv_cache_memory, free_bytes)
     if budget.note is not None:
         logger.warning("%s", budget.note)
-    max_num_batched_tokens = settings.max_num_batched_tokens or device.max_num_batched_tokens
     # No step has more tokens than all sequences together.
-    step_tokens = min(max_num_batched_tokens, settings.max_num_seqs * budget.max_model_len)
+    step_tokens = min(plan.max_num_batched_tokens, plan.max_num_seqs * budget.max_model_len)
     left = max(0, free_memory() - budget.num_pages * page_bytes)  # both come from the same memory
     swap_space = choose_swap_space(config.swap_space, device.swap_space, left)
     swap_pool: SwapPool | None = None
@@ -113,35 +111,26 @@ def build_cpu_engine(
         raise
     progress(WARMING_UP, 1.0)
     return Engine(
+        plan=plan,
+        budget=budget,
         runner=runner,
         vocab_size=model.vocab_size,
-        max_model_len=budget.max_model_len,
         eos_token_ids=model.eos_token_ids,
-        num_pages=budget.num_pages,
-        page_size=page_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device.name,
         architecture=model.architecture,
         defaults=model.defaults,
         num_threads=fast_threads if isinstance(model.path, FastModel) else threads,
         model_impl="fast" if isinstance(model.path, FastModel) else "transformers",
-        quantization=config.quantization,
         instructions=level_name(model.path.level) if isinstance(model.path, FastModel) else "",
         swap=measure_swaps(swap_pool),
     )
 
 
-def _model(
-    settings: ExecutorSettings, dtype: DType, kv_dtype: KVDType, page_size: int, threads: int, progress: Progress
-) -> CpuModel:
+def _model(settings: ExecutorSettings, plan: ServingPlan, threads: int, progress: Progress) -> CpuModel:
     """What an earlier start has left, or else the whole way."""
     reader = ThreadPoolExecutor(1, thread_name_prefix="packed-weights")
     try:
         # Reading what an earlier start packed takes no interpreter: it goes on while something else is done.
-        kept = _kept_weights(settings, dtype)
+        kept = _kept_weights(settings, plan.dtype)
         reading = reader.submit(kept.read) if kept is not None else None
 
         def read() -> KeptWeights | None:
@@ -149,14 +138,14 @@ def _model(
                 reading.result()
             return kept
 
-        recalled = _recalled(settings, dtype, kv_dtype, page_size, kept, read, progress)
+        recalled = _recalled(settings, plan, kept, read, progress)
         if recalled is not None:
             return recalled
         from ringserve.engine.cpu_loading import load_and_check
         from ringserve.engine.torch_setup import set_threads
 
         set_threads(threads)
-        return load_and_check(settings, dtype, kv_dtype, page_size, threads, read, progress)
+        return load_and_check(settings, plan, threads, read, progress)
     finally:
         reader.shutdown(wait=False)  # a refusal does not wait for weights that nobody wants
 
@@ -171,9 +160,7 @@ def _kept_weights(settings: ExecutorSettings, dtype: DType) -> KeptWeights | Non
 
 def _recalled(
     settings: ExecutorSettings,
-    dtype: DType,
-    kv_dtype: KVDType,
-    page_size: int,
+    plan: ServingPlan,
     kept: KeptWeights | None,
     read: Callable[[], KeptWeights | None],
     progress: Progress,
@@ -182,14 +169,14 @@ def _recalled(
     if kept is None or kept.directory is None:
         return None
     try:
-        record = load_record(kept.directory, start_key(settings, dtype, kept.identity))
+        record = load_record(kept.directory, start_key(settings, plan.dtype, kept.identity))
     except OSError:  # this project's own files cannot be read
         return None
     if record is None:
         return None
     shape = record.shape
     layers = [LayerKV(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
-    check_memory(settings, layers, page_size, kv_dtype, record.max_model_len, free_memory())
+    check_memory(settings.config, plan, layers, record.max_model_len, free_memory())
     progress(READING, 0.0)
     read()
     fast = restored_model(record, kept.entry)

@@ -16,11 +16,12 @@ from ringserve.engine.decoder_weights import DecoderWeights, LayerWeights, Linea
 from ringserve.engine.kv_layout import KVDType
 from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_inputs import MAX_ROWS
 from ringserve.kernels.cpu.attention_spans import state_bytes
 from ringserve.kernels.cpu.decoder import help_steps, plan_step, run_step
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.linear_bf16 import PANEL, padded
-from ringserve.kernels.cpu.paged_attention import LOG2_E, MAX_ROWS, scratch_bytes
+from ringserve.kernels.cpu.paged_attention import LOG2_E, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS

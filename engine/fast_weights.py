@@ -14,9 +14,9 @@ from ringserve.engine.decoder_family import NotApplicableError as NotApplicableE
 from ringserve.engine.decoder_family import family_shape, require
 from ringserve.engine.decoder_family import layer_windows as layer_windows
 from ringserve.engine.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Pack, Rotary, Source
+from ringserve.kernels.cpu.attention_inputs import MAX_ROWS
 from ringserve.kernels.cpu.linear_bf16 import PANEL
 from ringserve.kernels.cpu.linear_bf16 import padded as padded_columns
-from ringserve.kernels.cpu.paged_attention import MAX_ROWS
 
 MAX_HEAD_DIM = 256
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringserve.engine.kv_budget import KVBudget
 from ringserve.engine.model_runner import ModelRunner
 from ringserve.engine.page_swaps import SwapInfo
 from ringserve.engine.runner import Runner
+from ringserve.engine.serving_plan import ServingPlan
 from ringserve.messages.columns import pack_i32
 from ringserve.messages.sampling import SamplingDefaults, SamplingParams
 from ringserve.messages.startup import ExecutorReady
@@ -17,22 +19,15 @@ from ringserve.messages.steps import NewSequence, SchedulerOutput
 class Engine:
     """A loaded, checked and warmed up model."""
 
+    plan: ServingPlan
+    budget: KVBudget
     runner: Runner
     vocab_size: int
-    max_model_len: int
     eos_token_ids: tuple[int, ...]
-    num_pages: int
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    dtype: str
-    kv_dtype: str
-    device: str
     architecture: str
     defaults: SamplingDefaults
     num_threads: int
     model_impl: str
-    quantization: str
     instructions: str
     swap: SwapInfo
 
@@ -40,21 +35,21 @@ class Engine:
         """The message that everybody waits for."""
         return ExecutorReady(
             vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
+            max_model_len=self.budget.max_model_len,
             eos_token_ids=pack_i32(self.eos_token_ids),
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            device=self.device,
+            num_pages=self.budget.num_pages,
+            page_size=self.plan.page_size,
+            max_num_seqs=self.plan.max_num_seqs,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens,
+            dtype=self.plan.dtype,
+            kv_dtype=self.plan.kv_dtype,
+            device=self.plan.device,
             architecture=self.architecture,
             defaults=self.defaults,
             num_threads=self.num_threads,
             load_seconds=load_seconds,
             model_impl=self.model_impl,
-            quantization=self.quantization,
+            quantization=self.plan.quantization,
             instructions=self.instructions,
             num_host_pages=self.swap.num_host_pages,
             bytes_per_page=self.swap.bytes_per_page,

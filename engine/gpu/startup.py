@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
@@ -18,6 +18,7 @@ from ringserve.config import ExecutorSettings
 from ringserve.engine.array_namespace import KVDType
 from ringserve.engine.config_check import check_config
 from ringserve.engine.devices import Device as DeviceDefaults
+from ringserve.engine.dtypes import DType
 from ringserve.engine.gpu.decoder_weights import rotary_tables
 from ringserve.engine.gpu.device import Device
 from ringserve.engine.gpu.device_check import LENGTHS, NUM_PAGES, compute_logits, tolerance
@@ -25,14 +26,14 @@ from ringserve.engine.gpu.device_loader import DeviceWeights, load_on_device
 from ringserve.engine.gpu.device_runner import DeviceRunner, RunnerLimits
 from ringserve.engine.gpu.served_model import CompactForward, GeneralForward, ServedModel
 from ringserve.engine.gpu.transformers_model import check_layers
-from ringserve.engine.kv_budget import KVBudget, check_page_size, device_kv_memory, free_memory, plan_kv
-from ringserve.engine.kv_dtype import choose_kv_dtype
+from ringserve.engine.kv_budget import KVBudget, device_kv_memory, free_memory
 from ringserve.engine.kv_pool import KVPool, bytes_per_page
 from ringserve.engine.model_error import ModelError, UnsupportedDeviceError, first_line
 from ringserve.engine.model_limits import choose_max_model_len
 from ringserve.engine.page_swaps import choose_swap_space, measure_swaps
 from ringserve.engine.ready_engine import Engine
 from ringserve.engine.self_check import check_other_path, trace_model
+from ringserve.engine.serving_plan import ServingPlan, plan_serving
 from ringserve.engine.swap_pool import SwapPool, make_swap_pool
 from ringserve.kernels.gpu.page_copy import gather_pages, scatter_pages
 
@@ -51,15 +52,14 @@ def build_gpu_engine(
     """Raises ModelError with one line where the model cannot be served as asked, UnsupportedDeviceError where a CPU
     might."""
     config = settings.config
-    page_size = check_page_size(config.block_size or defaults.page_size)
-    dtype = cast(Literal["float32", "bfloat16"], "bfloat16" if settings.dtype == "auto" else settings.dtype)
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, defaults.name)
+    plan = plan_serving(settings, defaults, cast(DType, "bfloat16" if settings.dtype == "auto" else settings.dtype))
+    page_size, kv_dtype, max_num_batched_tokens = plan.page_size, plan.kv_dtype, plan.max_num_batched_tokens
     weights = load_on_device(
         settings.source,
-        dtype,
+        plan.dtype,
         device.torch_device,
         progress,
-        check_config=lambda config: check_config(config, settings, page_size, kv_dtype, None),
+        check_config=lambda config: check_config(config, settings, plan, None),
         compact=config.model_impl != "transformers",
     )
     loaded = weights.loaded
@@ -67,7 +67,6 @@ def build_gpu_engine(
     served = _checked_model(weights, settings, page_size, kv_dtype, max_model_len, device, progress)
     _give_back_cached(device)
 
-    max_num_batched_tokens = settings.max_num_batched_tokens or defaults.max_num_batched_tokens
     limits = RunnerLimits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
@@ -89,7 +88,7 @@ def build_gpu_engine(
         probe.close()
         del probe
     progress(WARMING_UP, 1.0)
-    budget = _plan(settings, served, page_size, kv_dtype, max_model_len, device)
+    budget = _budget(settings, plan, served, max_model_len, device)
     if budget.note is not None:
         logger.warning("%s", budget.note)
     remedy = "set a smaller --kv-cache-memory or --gpu-memory-utilization"
@@ -109,22 +108,15 @@ def build_gpu_engine(
         runner.warm_up(lambda part: progress(CAPTURING, round(part, 2)))
     progress(CAPTURING, 1.0)
     return Engine(
+        plan=plan,
+        budget=budget,
         runner=runner,
         vocab_size=served.vocab_size,
-        max_model_len=budget.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
-        num_pages=budget.num_pages,
-        page_size=page_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=defaults.name,
         architecture=loaded.architecture,
         defaults=loaded.defaults,
         num_threads=threads,
         model_impl=served.model_impl,
-        quantization=config.quantization,
         instructions=device.name,
         swap=measure_swaps(swap_pool),
     )
@@ -209,29 +201,16 @@ def _check(
     progress(CHECKING, 1.0)
 
 
-def _plan(
-    settings: ExecutorSettings,
-    served: ServedModel,
-    page_size: int,
-    kv_dtype: KVDType,
-    max_model_len: int,
-    device: Device,
+def _budget(
+    settings: ExecutorSettings, plan: ServingPlan, served: ServedModel, max_model_len: int, device: Device
 ) -> KVBudget:
-    page_bytes = bytes_per_page(served.layers, page_size, kv_dtype)
+    page_bytes = bytes_per_page(served.layers, plan.page_size, plan.kv_dtype)
     memory = settings.config.kv_cache_memory
     if memory is None:
         utilization = settings.config.gpu_memory_utilization
         memory = device_kv_memory(device.total_bytes(), device.free_bytes(), utilization)
         memory -= page_bytes + 4 * 4096 * len(served.layers)  # the reserved page, and the arrays' alignment
-    return plan_kv(
-        bytes_per_page=page_bytes,
-        page_size=page_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
-        max_model_len_asked=settings.max_model_len is not None,
-        kv_cache_memory=max(memory, 0),
-        free_bytes=device.free_bytes(),
-    )
+    return plan.budget(page_bytes, max_model_len, max(memory, 0), device.free_bytes())
 
 
 def _swap_pool(pool: KVPool, asked: int | None, default: int, device: Device) -> SwapPool | None:

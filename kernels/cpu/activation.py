@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.vector import load, silu_multiply, store, store_bfloat16
+from ringserve.kernels.cpu.exponentials import silu_multiply
+from ringserve.kernels.cpu.vector_memory import load, store, store_bfloat16
 
 
 @compiled

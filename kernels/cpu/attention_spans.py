@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from ringserve.kernels.cpu.compiled import compiled
+from ringserve.kernels.cpu.exponentials import exp2_coarse
 from ringserve.kernels.cpu.llvm import load_f32, store_f32
-from ringserve.kernels.cpu.vector import add, broadcast, exp2_coarse, load, multiply, store, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, multiply, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load, store
 
 SPAN = 512
 """Keys. A multiple of every page size; a thread reads so many in some microseconds."""

@@ -10,10 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ringserve.kernels.cpu.llvm import I8, I32, V16F32, V16I32, all_lanes, splat, store
+from ringserve.kernels.cpu.llvm import F32, I8, I32, V16F32, V16I32, all_lanes, call, store
 from ringserve.kernels.cpu.vector import constant_lanes, vector
 
 ROUND = 12582912.0
@@ -66,30 +65,12 @@ store_split_unsigned = _make_store_split(0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def zero_outside(context: Any, value: Any, first: Any, low: Any, high: Any) -> Any:
-    """Lanes whose number (``first`` for the first one) lies in [low, high); 0 elsewhere, whatever was there."""
-
-    def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        value, first, low, high = args
-        number = b.add(splat(b, b.trunc(first, I32), V16I32), ir.Constant(V16I32, list(range(16))))
-        above = b.icmp_signed(">=", number, splat(b, b.trunc(low, I32), V16I32))
-        below = b.icmp_signed("<", number, splat(b, b.trunc(high, I32), V16I32))
-        return b.select(b.and_(above, below), value, constant_lanes(0.0))
-
-    return vector(vector, types.int64, types.int64, types.int64), generate
-
-
-def _unsigned_maximum(b: Any, kind: Any, left: Any, right: Any) -> Any:
-    return b.select(b.icmp_unsigned(">", left, right), left, right)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def larger_or_nan(context: Any, left: Any, right: Any) -> Any:
     """The larger of each lane of numbers that are not negative; NaN where one is NaN: as bits, NaN is above all."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         left, right = (b.bitcast(value, V16I32) for value in args)
-        return b.bitcast(_unsigned_maximum(b, V16I32, left, right), V16F32)
+        return b.bitcast(b.select(b.icmp_unsigned(">", left, right), left, right), V16F32)
 
     return vector(vector, vector), generate
 
@@ -99,8 +80,7 @@ def largest_or_nan(context: Any, value: Any) -> Any:
     """The largest lane of numbers that are not negative; NaN where one is NaN."""
 
     def generate(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(I32, [V16I32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.vector.reduce.umax.v16i32")
-        return b.bitcast(b.call(function, [b.bitcast(args[0], V16I32)]), ir.FloatType())
+        bits = b.bitcast(args[0], V16I32)
+        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, [bits]), F32)
 
     return types.float32(vector), generate

@@ -74,13 +74,13 @@ from ringserve.kernels.cpu.decoder_fields import (
 )
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
 from ringserve.kernels.cpu.linear_int8 import int8_block
-from ringserve.kernels.cpu.llvm import load_i32
+from ringserve.kernels.cpu.llvm import load_i32, store_i64
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.quantize import quantize_row
 from ringserve.kernels.cpu.rescore import rescore_row
 from ringserve.kernels.cpu.row_best import best_key
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
-from ringserve.kernels.cpu.vector import load_bfloat16, store, write_i64
+from ringserve.kernels.cpu.vector_memory import load_bfloat16, store
 
 
 @register_jitable  # type: ignore[untyped-decorator]
@@ -173,7 +173,7 @@ def _linear(level: Any, op: Any, step: Any, tile: int) -> None:
         count = min(last * PANEL, op[COLUMNS]) - column
         for row in range(rows):
             key = best_key(step[LOGITS] + 4 * (row * step[LD_LOGITS] + column), count, column)
-            write_i64(step[BEST] + 8 * (tile * rows + row), key)
+            store_i64(step[BEST] + 8 * (tile * rows + row), key)
     else:
         _multiply(level, op, 0, op[OUTPUT], op[LD_OUTPUT], step[NUM_TOKENS], first, last, op[ADD])
 

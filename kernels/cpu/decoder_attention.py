@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import register_jitable
 
+from ringserve.kernels.cpu.attention_inputs import Int8Pages, Pages, QueryRows, fetch_lines
 from ringserve.kernels.cpu.attention_spans import SPAN, first_page, merge_states, normalise, state_bytes
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.decoder_fields import (
@@ -44,14 +46,53 @@ from ringserve.kernels.cpu.decoder_fields import (
 )
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
 from ringserve.kernels.cpu.kv_pages_int8 import write_key_int8, write_value_int8
-from ringserve.kernels.cpu.llvm import load_i32
+from ringserve.kernels.cpu.llvm import load_i32, load_i64
 from ringserve.kernels.cpu.norm import rms_norm
-from ringserve.kernels.cpu.paged_attention import attend, attend_span, fetch_lines
+from ringserve.kernels.cpu.paged_attention import attend, attend_span
 from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, attend_span_int8, split_queries
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS, quantize_row
 from ringserve.kernels.cpu.rope import rotate
-from ringserve.kernels.cpu.vector import load, read_i64, store, store_bfloat16
+from ringserve.kernels.cpu.vector_memory import load, store, store_bfloat16
+
+
+class _Segment(NamedTuple):
+    """Some tokens of one sequence in a step (``decoder_fields``)."""
+
+    token: int
+    """The first one's row."""
+    position: int
+    num_tokens: int
+    table: int
+    """Address of the sequence's page numbers, int32."""
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _read_segment(at: int) -> _Segment:
+    return _Segment(load_i64(at), load_i64(at + 8), load_i64(at + 16), load_i64(at + 24))
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _query_rows(op: Any, sizes: Any, segment: _Segment, kv_head: int, scale: Any) -> QueryRows:
+    group = sizes[HEADS] // sizes[KV_HEADS]
+    queries = op[QUERIES] + 2 * sizes[HEAD_DIM] * group * (kv_head * sizes[LD_QUERIES] + segment.token)
+    return QueryRows(queries, segment.num_tokens * group, group, segment.position, op[WINDOW], scale)
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _pages(op: Any, sizes: Any, table: int, kv_head: int) -> Pages:
+    kv_heads, page_size, dim = sizes[KV_HEADS], sizes[PAGE_SIZE], sizes[HEAD_DIM]
+    first = 2 * dim * page_size * kv_head
+    return Pages(op[KEYS] + first, op[VALUES] + first, table, kv_heads, page_size, dim)
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _int8_pages(op: Any, sizes: Any, table: int, kv_head: int) -> Int8Pages:
+    kv_heads, page_size, dim = sizes[KV_HEADS], sizes[PAGE_SIZE], sizes[HEAD_DIM]
+    first = page_size * kv_head
+    keys, values = op[KEYS] + dim * first, op[VALUES] + dim * first
+    key_scales, value_scales = op[KEY_SCALES] + 4 * first, op[VALUE_SCALES] + 4 * first
+    return Int8Pages(keys, values, key_scales, value_scales, table, kv_heads, page_size, dim)
 
 
 @compiled
@@ -66,8 +107,7 @@ def rotate_segment(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps
     """A segment's tokens, one kv head with its group of query heads."""
     dim, page_size, heads, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[HEADS], sizes[KV_HEADS]
     group = heads // kv_heads
-    token, position = read_i64(segment), read_i64(segment + 8)
-    count, table = read_i64(segment + 16), read_i64(segment + 24)
+    token, position, count, table = _read_segment(segment)
     for t in range(count):
         cos = sizes[COS] + 2 * dim * (position + t)
         sin = sizes[SIN] + 2 * dim * (position + t)
@@ -96,8 +136,8 @@ def rotate_segment(kv: Any, op: Any, segment: int, kv_head: int, sizes: Any, eps
 def _fetch_slots(kv: Any, op: Any, segment: int, sizes: Any) -> None:
     """Load what a token's keys and values are about to be written into: stores wait for one line after the other."""
     dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
-    position = read_i64(segment + 8)
-    page, slot = np.int64(load_i32(read_i64(segment + 24) + 4 * (position // page_size))), position % page_size
+    _, position, _, table = _read_segment(segment)
+    page, slot = np.int64(load_i32(table + 4 * (position // page_size))), position % page_size
     item = 1 if len(kv) == 1 else 2
     for kv_head in range(kv_heads):
         at = item * dim * page_size * (page * kv_heads + kv_head)
@@ -139,60 +179,23 @@ def _attend_head(
     scratch: int,
 ) -> None:
     dim, page_size, kv_heads = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS]
-    group = sizes[HEADS] // kv_heads
-    segment = step[SEGMENTS] + 32 * index
+    at = step[SEGMENTS] + 32 * index
     if step[SINGLE]:
-        rotate_segment(kv, op, segment, kv_head, sizes, eps, scratch)
-    token, position = read_i64(segment), read_i64(segment + 8)
-    count, table = read_i64(segment + 16), read_i64(segment + 24)
-    first = kv_head * page_size  # counted in tokens: page 0 of this head, and what is read after it
+        rotate_segment(kv, op, at, kv_head, sizes, eps, scratch)
+    segment = _read_segment(at)
     following, item = 0, 1 if len(kv) == 1 else 2
     if op[WINDOW] == 0:
         if kv_head + 1 < end:
-            following = op[KEYS] + item * dim * page_size * (kv_heads * load_i32(table) + kv_head + 1)
+            following = op[KEYS] + item * dim * page_size * (kv_heads * load_i32(segment.table) + kv_head + 1)
         elif kv_head > 0 and index + sizes[THREADS] < step[NUM_SEGMENTS]:  # most likely what this thread takes next
-            following = read_i64(segment + 32 * sizes[THREADS] + 24)
-            following = op[KEYS] + item * dim * page_size * kv_heads * load_i32(following)
-    queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
+            table = _read_segment(at + 32 * sizes[THREADS]).table
+            following = op[KEYS] + item * dim * page_size * kv_heads * load_i32(table)
+    rows = _query_rows(op, sizes, segment, kv_head, scale)
     if len(kv) == 1:
-        rows = attend_int8(
-            level,
-            queries,
-            count * group,
-            group,
-            position,
-            op[WINDOW],
-            scale,
-            op[KEYS] + dim * first,
-            op[VALUES] + dim * first,
-            op[KEY_SCALES] + 4 * first,
-            op[VALUE_SCALES] + 4 * first,
-            table,
-            kv_heads,
-            page_size,
-            dim,
-            scratch,
-            following,
-        )
+        found = attend_int8(level, rows, _int8_pages(op, sizes, segment.table, kv_head), scratch, following)
     else:
-        rows = attend(
-            level,
-            queries,
-            count * group,
-            group,
-            position,
-            op[WINDOW],
-            scale,
-            op[KEYS] + 2 * dim * first,
-            op[VALUES] + 2 * dim * first,
-            table,
-            2 * dim * kv_heads * page_size,
-            page_size,
-            dim,
-            scratch,
-            following,
-        )
-    _write_rows(op, rows, token, count, kv_head, group, dim)
+        found = attend(level, rows, _pages(op, sizes, segment.table, kv_head), scratch, following)
+    _write_rows(op, found, segment.token, segment.num_tokens, kv_head, rows.group, dim)
 
 
 @compiled
@@ -215,60 +218,21 @@ def _write_rows(op: Any, rows: int, token: int, count: int, kv_head: int, group:
 @compiled
 def _attend_span(level: Any, kv: Any, op: Any, step: Any, sizes: Any, scale: Any, tile: int, scratch: int) -> None:
     """One span of one kv head of a segment of one token, into the span's state."""
-    dim, page_size, kv_heads, spans = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS], step[SPANS]
-    group = sizes[HEADS] // kv_heads
+    page_size, kv_heads, spans = sizes[PAGE_SIZE], sizes[KV_HEADS], step[SPANS]
     span, kv_head = tile % spans, tile // spans % kv_heads
-    segment = step[SEGMENTS] + 32 * (tile // spans // kv_heads)
-    token, position, table = read_i64(segment), read_i64(segment + 8), read_i64(segment + 24)
+    segment = _read_segment(step[SEGMENTS] + 32 * (tile // spans // kv_heads))
+    position, table = segment.position, segment.table
     if span > position // SPAN or span < first_page(position, op[WINDOW], page_size) * page_size // SPAN:
         return
-    first = kv_head * page_size
-    queries = op[QUERIES] + 2 * dim * group * (kv_head * sizes[LD_QUERIES] + token)
-    state = step[STATES] + tile * state_bytes(group, dim)
+    rows = _query_rows(op, sizes, segment, kv_head, scale)
+    state = step[STATES] + tile * state_bytes(rows.group, sizes[HEAD_DIM])
     until = min(position, (span + 1) * SPAN - 1)
     if len(kv) == 1:
-        split_queries(queries, group, dim, scale, scratch)
-        attend_span_int8(
-            level,
-            group,
-            group,
-            position,
-            op[WINDOW],
-            op[KEYS] + dim * first,
-            op[VALUES] + dim * first,
-            op[KEY_SCALES] + 4 * first,
-            op[VALUE_SCALES] + 4 * first,
-            table,
-            kv_heads,
-            page_size,
-            dim,
-            scratch,
-            span,
-            state,
-            until,
-            0,
-        )
+        int8_pages = _int8_pages(op, sizes, table, kv_head)
+        split_queries(rows, int8_pages, scratch)
+        attend_span_int8(level, rows, int8_pages, scratch, span, state, until, 0)
     else:
-        attend_span(
-            level,
-            queries,
-            group,
-            group,
-            position,
-            op[WINDOW],
-            scale,
-            op[KEYS] + 2 * dim * first,
-            op[VALUES] + 2 * dim * first,
-            table,
-            2 * dim * kv_heads * page_size,
-            page_size,
-            dim,
-            scratch,
-            span,
-            state,
-            until,
-            0,
-        )
+        attend_span(level, rows, _pages(op, sizes, table, kv_head), scratch, span, state, until, 0)
 
 
 @compiled
@@ -277,8 +241,7 @@ def merge_tile(level: Any, op: Any, step: Any, sizes: Any, tile: int) -> None:
     dim, page_size, kv_heads, spans = sizes[HEAD_DIM], sizes[PAGE_SIZE], sizes[KV_HEADS], step[SPANS]
     group = sizes[HEADS] // kv_heads
     kv_head = tile % kv_heads
-    segment = step[SEGMENTS] + 32 * (tile // kv_heads)
-    token, position = read_i64(segment), read_i64(segment + 8)
+    token, position, _, _ = _read_segment(step[SEGMENTS] + 32 * (tile // kv_heads))
     size = state_bytes(group, dim)
     states = step[STATES] + tile * spans * size
     first = first_page(position, op[WINDOW], page_size) * page_size // SPAN

@@ -13,8 +13,8 @@ and must not be NaN. Tokens of a pair must therefore be written in their order, 
 from __future__ import annotations
 
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import load_i32
-from ringserve.kernels.cpu.vector import load, store_bfloat16, store_even_half, store_odd_half, write_i32
+from ringserve.kernels.cpu.llvm import load_i32, store_i32
+from ringserve.kernels.cpu.vector_memory import load, store_bfloat16, store_even_half, store_odd_half
 
 
 @compiled
@@ -24,7 +24,7 @@ def write_key(x: int, dim: int, keys: int, token: int, scratch: int) -> None:
         store_bfloat16(scratch + 2 * i, load(x + 4 * i))
     at = keys + 32 * dim * (token // 16) + 4 * (token % 16)
     for pair in range(dim // 2):
-        write_i32(at + 64 * pair, load_i32(scratch + 4 * pair))
+        store_i32(at + 64 * pair, load_i32(scratch + 4 * pair))
 
 
 @compiled

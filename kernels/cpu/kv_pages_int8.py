@@ -21,8 +21,9 @@ import numpy as np
 
 from ringserve.kernels.cpu.codes import larger_or_nan, largest_or_nan, store_biased, store_int8
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import load_i8, load_i32, store_f32, store_i8
-from ringserve.kernels.cpu.vector import absolute, broadcast, divide, load, write_i32
+from ringserve.kernels.cpu.llvm import load_i8, load_i32, store_f32, store_i8, store_i32
+from ringserve.kernels.cpu.vector import absolute, broadcast, divide
+from ringserve.kernels.cpu.vector_memory import load
 
 MAX_CODE = 127.0
 SMALLEST_SCALE = 1e-12
@@ -52,7 +53,7 @@ def write_key_int8(x: int, dim: int, keys: int, scales: int, token: int, scratch
         store_biased(scratch + i, divide(load(x + 4 * i), by))
     at = keys + 16 * dim * (token // 16) + 4 * (token % 16)
     for quad in range(dim // 4):
-        write_i32(at + 64 * quad, load_i32(scratch + 4 * quad))
+        store_i32(at + 64 * quad, load_i32(scratch + 4 * quad))
 
 
 @compiled

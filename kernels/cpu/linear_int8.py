@@ -137,7 +137,7 @@ def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         values = cgutils.unpack_tuple(b, args[2])
-        llvm.switch(b, args[1], ROWS, lambda rows: _emit_tile(b, rows, native, *values))
+        llvm.switch(b, args[1], range(1, ROWS + 1), lambda rows: _emit_tile(b, rows, native, *values))
         return ctx.get_dummy_value()
 
     return types.void(level, types.int64, types.UniTuple(types.int64, len(numbers))), gen

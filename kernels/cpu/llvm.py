@@ -1,14 +1,10 @@
-"""Instructions that numba has no words for, as LLVM IR: atomics, bit casts, and the helpers that the kernels'
-own IR is written with.
+"""Instructions that numba has no words for, as LLVM IR: bit casts, plain memory accesses, and the helpers that the
+kernels' own IR is written with.
 
 Callable from compiled code (addresses are int64 and must be aligned to their type):
 
-* ``load_acquire(p)``, ``store_release(p, v)``, ``fetch_add(p, v)`` (returns the old value, acquire and release),
-  ``compare_exchange(p, expected, new)`` (returns the old value: it succeeded where that equals ``expected``): int64;
-* ``pause()``: the processor's hint inside a spinning loop;
 * ``f32_bits(x) -> int32``, ``bits_f32(i) -> float32``; loops over them vectorise;
-* ``load_f32(p)``, ``store_f32(p, v)``, ``load_i32``, ``store_i32``, ``load_i8``, ``store_i8``: plain memory accesses
-  at an address.
+* ``load_f32(p)``, ``store_f32(p, v)``, and the same for i64, i32 and i8: plain memory accesses at an address.
 
 For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``address``, ``load``, ``store``,
 ``fma``, ``dot_bf16``, ``dot_u8s8``, ``prefetch_line``, ``switch`` and so on.
@@ -16,8 +12,7 @@ For functions that build IR (``gen`` of an intrinsic): the types, ``splat``, ``a
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -26,7 +21,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -84,24 +78,25 @@ def zeros(kind: Any) -> Any:
     return ir.Constant(kind, [0 if isinstance(kind.element, ir.IntType) else 0.0] * kind.count)
 
 
-def _call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+def call(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """Call an LLVM intrinsic."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), list(arguments))
 
 
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """``x * y + z``; 16 float32. Rounded once where the processor can (all that have a level of their own)."""
-    return _call(b, "llvm.fmuladd.v16f32", V16F32, [x, y, z])
+    return call(b, "llvm.fmuladd.v16f32", V16F32, [x, y, z])
 
 
 def smax(b: Any, x: Any, y: Any) -> Any:
     """The larger of each of 16 int32."""
-    return _call(b, "llvm.smax.v16i32", V16I32, [x, y])
+    return call(b, "llvm.smax.v16i32", V16I32, [x, y])
 
 
 def smin(b: Any, x: Any, y: Any) -> Any:
     """The smaller of each of 16 int32."""
-    return _call(b, "llvm.smin.v16i32", V16I32, [x, y])
+    return call(b, "llvm.smin.v16i32", V16I32, [x, y])
 
 
 def all_lanes(value: int) -> Any:
@@ -111,12 +106,12 @@ def all_lanes(value: int) -> Any:
 
 def largest_of_lanes(b: Any, x: Any) -> Any:
     """The largest of 16 int32."""
-    return _call(b, "llvm.vector.reduce.smax.v16i32", I32, [x])
+    return call(b, "llvm.vector.reduce.smax.v16i32", I32, [x])
 
 
 def sum_of_lanes(b: Any, x: Any) -> Any:
     """The sum of 16 int32."""
-    return _call(b, "llvm.vector.reduce.add.v16i32", I32, [x])
+    return call(b, "llvm.vector.reduce.add.v16i32", I32, [x])
 
 
 def permute(b: Any, x: Any, order: list[int]) -> Any:
@@ -134,7 +129,7 @@ def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     """``sums + x[2i] * y[2i] + x[2i+1] * y[2i+1]``: x and y are 16 int32, each two bfloat16 (VDPBF16PS)."""
     if native:
         x, y = b.bitcast(x, V32BF16), b.bitcast(y, V32BF16)
-        return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F32, [sums, x, y])
+        return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F32, [sums, x, y])
     high = ir.Constant(V16I32, [-65536] * 16)
     shift = ir.Constant(V16I32, [16] * 16)
     odd = [b.bitcast(b.and_(value, high), V16F32) for value in (x, y)]
@@ -145,7 +140,7 @@ def dot_bf16(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
 def dot_u8s8(b: Any, sums: Any, x: Any, y: Any, native: bool) -> Any:
     """``sums + dot of four``: x is 16 int32 of four uint8 each, y of four int8 each (VPDPBUSD)."""
     if native:
-        return _call(b, "llvm.x86.avx512.vpdpbusd.512", V16I32, [sums, x, y])
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", V16I32, [sums, x, y])
     for byte in range(4):
         left, right = (ir.Constant(V16I32, [8 * amount] * 16) for amount in (3 - byte, 3))
         x_byte, y_byte = b.lshr(b.shl(x, left), right), b.ashr(b.shl(y, left), right)
@@ -183,18 +178,34 @@ def store_tile(b: Any, tile: list[list[Any]], out: Any, stride: Any, add: Any) -
     b.position_at_end(after)
 
 
-def switch(b: Any, value: Any, largest: int, emit: Callable[[int], None]) -> None:
-    """Emit one variant for each of 1 .. ``largest``; run the one that ``value`` (int64) names, else the largest."""
+def switch(b: Any, value: Any, numbers: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Emit one variant for each of ``numbers``; run the one that ``value`` (int64) names, else the last."""
     after = b.append_basic_block("after")
-    variants = [b.append_basic_block(f"variant_{number}") for number in range(1, largest + 1)]
+    variants = [b.append_basic_block(f"variant_{number}") for number in numbers]
     choice = b.switch(value, variants[-1])
-    for number, block in enumerate(variants, start=1):
-        if number < largest:
+    for number, block in zip(numbers, variants, strict=True):
+        if block is not variants[-1]:
             choice.add_case(const(number), block)
         b.position_at_end(block)
         emit(number)
         b.branch(after)
     b.position_at_end(after)
+
+
+def loop(b: Any, count: Any, starts: list[Any], turn: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emit ``count`` (int64, at least 1) turns: ``turn(i, values)`` without branches gives the next turn's values, the
+    first has ``starts``. Returns the last ones."""
+    before, block, after = b.block, b.append_basic_block("loop"), b.append_basic_block("looped")
+    b.branch(block)
+    b.position_at_end(block)
+    i, values = b.phi(I64), [b.phi(start.type) for start in starts]
+    results = turn(i, values)
+    following = b.add(i, const(1))
+    incoming([i, *values], [const(0), *starts], before)
+    incoming([i, *values], [following, *results], block)
+    b.cbranch(b.icmp_signed("<", following, count), block, after)
+    b.position_at_end(after)
+    return results
 
 
 def incoming(phis: list[Any], values: list[Any], block: Any) -> None:
@@ -215,56 +226,10 @@ def stack_floats_384(context: Any) -> Any:
     return types.int64(), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_acquire(context: Any, p: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load_atomic(address(b, args[0], 0, I64), "acquire", 8)
-
-    return types.int64(types.int64), gen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def store_release(context: Any, p: Any, value: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store_atomic(args[1], address(b, args[0], 0, I64), "release", 8)
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), gen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_add(context: Any, p: Any, value: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", address(b, args[0], 0, I64), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), gen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def compare_exchange(context: Any, p: Any, expected: Any, new: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        pair = b.cmpxchg(address(b, args[0], 0, I64), args[1], args[2], "acq_rel", "acquire")
-        return b.extract_value(pair, 0)
-
-    return types.int64(types.int64, types.int64, types.int64), gen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def pause(context: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        if IS_X86:
-            _call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        else:
-            b.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], True)
-        return ctx.get_dummy_value()
-
-    return types.void(), gen
-
-
 def prefetch_line(b: Any, base: Any, offset: int | Any, locality: int = 3) -> None:
     """Ask for the cache line at ``base + offset`` bytes, for reading; ``locality`` 3: into all levels, 2: into L2."""
     one = [ir.Constant(I32, value) for value in (0, locality, 1)]
-    _call(b, "llvm.prefetch.p0", ir.VoidType(), [address(b, base, offset, I8), *one])
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [address(b, base, offset, I8), *one])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -305,8 +270,10 @@ def _storer(kind: Any, argument: Any) -> Any:
 
 
 load_f32 = _loader(F32, types.float32)
+load_i64 = _loader(I64, types.int64)
 load_i32 = _loader(I32, types.int32)
 load_i8 = _loader(I8, types.int8)
 store_f32 = _storer(F32, types.float32)
+store_i64 = _storer(I64, types.int64)
 store_i32 = _storer(I32, types.int32)
 store_i8 = _storer(I8, types.int8)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.vector import add, broadcast, load, multiply, multiply_add, store, store_bfloat16, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, multiply, multiply_add, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load, store, store_bfloat16
 
 
 @compiled

@@ -19,12 +19,22 @@ the row's own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import register_jitable
 
+from ringserve.kernels.cpu.attention_inputs import (
+    MAX_ROWS,
+    Int8Pages,
+    QueryRows,
+    fetch_lines,
+    keys_seen,
+    largest_score,
+    last_position,
+    span_bounds,
+)
 from ringserve.kernels.cpu.attention_spans import (
-    LOWEST,
     SPAN,
     clear_state,
     first_page,
@@ -35,34 +45,22 @@ from ringserve.kernels.cpu.attention_spans import (
     state_bytes,
     totals_of,
 )
-from ringserve.kernels.cpu.codes import (
-    larger_or_nan,
-    largest_or_nan,
-    store_split_signed,
-    store_split_unsigned,
-    zero_outside,
-)
+from ringserve.kernels.cpu.codes import larger_or_nan, largest_or_nan, store_split_signed, store_split_unsigned
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32
-from ringserve.kernels.cpu.paged_attention import MAX_ROWS, fetch_lines
+from ringserve.kernels.cpu.exponentials import exp2_coarse
+from ringserve.kernels.cpu.llvm import load_f32, load_i32, store_f32, store_i32
 from ringserve.kernels.cpu.quad_product import key_product, value_product
 from ringserve.kernels.cpu.vector import (
     absolute,
     add,
     broadcast,
     divide,
-    exp2_coarse,
-    keep_between,
-    largest_lane,
-    load,
-    load_bfloat16,
-    maximum,
     multiply,
     multiply_add,
-    store,
     sum_lanes,
-    write_i32,
+    zero_outside,
 )
+from ringserve.kernels.cpu.vector_memory import load, load_bfloat16, store
 
 QUERY_STEPS = 32639.0
 """The largest magnitude that two signed bytes say as 256 * high + low."""
@@ -71,9 +69,40 @@ SMALLEST_STEP = 1e-30
 """Of a row of zeros: a score of minus infinity must stay one."""
 
 
+class _Scratch(NamedTuple):
+    """Addresses in ``attend_int8``'s scratch memory."""
+
+    queries: int
+    """[MAX_ROWS, high or low, dim] bytes: numbers of 16 bits."""
+    scales: int
+    """float32 [MAX_ROWS]: of the rows' scores, the size of their queries' steps included."""
+    starts: int
+    """int32 [MAX_ROWS]: what takes back the keys' 128."""
+    factors: int
+    """float32 [MAX_ROWS]: what earlier sums shrink by."""
+    gains: int
+    """float32 [MAX_ROWS]: what one step of a page's weights is worth."""
+    scores: int
+    """float32 [MAX_ROWS, page size]: the rows' scores of a page."""
+    weights: int
+    """[MAX_ROWS, high or low, page size] bytes: numbers of 16 bits."""
+    states: int
+    """Two states of ``MAX_ROWS`` rows (``attention_spans``)."""
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _layout(scratch: int, page_size: int, dim: int) -> _Scratch:
+    scales, four = scratch + MAX_ROWS * 2 * dim, MAX_ROWS * 4
+    scores = scales + 4 * four
+    weights = scores + MAX_ROWS * 4 * page_size
+    states = weights + MAX_ROWS * 2 * page_size
+    return _Scratch(scratch, scales, scales + four, scales + 2 * four, scales + 3 * four, scores, weights, states)
+
+
 def scratch_bytes_int8(dim: int, page_size: int) -> int:
-    """What ``attend_int8`` needs: queries, four numbers of each row, products, weights, and two states."""
-    return MAX_ROWS * (2 * dim + 4 * 4 + 4 * page_size + 2 * page_size) + 2 * state_bytes(MAX_ROWS, dim)
+    """What ``attend_int8`` needs."""
+    room: _Scratch = _layout(0, page_size, dim)
+    return room.states + 2 * state_bytes(MAX_ROWS, dim)
 
 
 @compiled
@@ -94,7 +123,7 @@ def _split_query(query: int, dim: int, high: int, low: int, start: int) -> Any:
     total = sum_lanes(sums)
     if not np.abs(total) < np.float32(16777216):  # not of numbers; the step is NaN or infinite and shows it
         total = np.float32(0)
-    write_i32(start, -128 * np.int64(total))
+    store_i32(start, -128 * np.int64(total))
     return step
 
 
@@ -125,17 +154,7 @@ def _softmax_row(
     ``state``: the largest score so far, not yet scaled; ``total``: 16 partial sums of weights; ``factor``: what earlier
     sums shrink by; ``gain``: what one step of this page's weights is worth. ``scale`` > 0.
     """
-    top = broadcast(np.float32(LOWEST))
-    partial = first > 0 or last < 16 * vectors
-    if partial:
-        for v in range(vectors):
-            s = keep_between(load(scores + 64 * v), 16 * v, first, last)
-            store(scores + 64 * v, s)
-            top = maximum(s, top)
-    else:
-        for v in range(vectors):
-            top = maximum(load(scores + 64 * v), top)
-    largest = largest_lane(top)
+    largest, partial = largest_score(scores, vectors, first, last), first > 0 or last < 16 * vectors
     zero = broadcast(np.float32(0))
     by, origin = broadcast(scale), broadcast(-largest * scale)
     sums, heaviest = zero, zero
@@ -165,162 +184,82 @@ def _softmax_row(
 
 
 @compiled
-def split_queries(queries: int, rows: int, dim: int, scale: Any, scratch: int) -> None:
-    """Prepare ``rows`` rows of bfloat16 for ``attend_span_int8``, at the beginning of its scratch memory."""
-    scales = scratch + MAX_ROWS * 2 * dim
-    for r in range(rows):
-        high = scratch + 2 * dim * r
-        start = scales + 4 * (MAX_ROWS + r)
-        store_f32(scales + 4 * r, scale * _split_query(queries + 2 * dim * r, dim, high, high + dim, start))
+def split_queries(rows: QueryRows, pages: Int8Pages, scratch: int) -> None:
+    """Prepare the rows for ``attend_span_int8``, in its scratch memory."""
+    dim = pages.dim
+    room: _Scratch = _layout(scratch, pages.size, dim)
+    for r in range(rows.num_rows):
+        high = room.queries + 2 * dim * r
+        step = _split_query(rows.queries + 2 * dim * r, dim, high, high + dim, room.starts + 4 * r)
+        store_f32(room.scales + 4 * r, rows.scale * step)
 
 
 @compiled
 def attend_span_int8(
-    level: Any,
-    rows: int,
-    group: int,
-    first_position: int,
-    window: int,
-    keys: int,
-    values: int,
-    key_scales: int,
-    value_scales: int,
-    table: int,
-    kv_heads: int,
-    page_size: int,
-    dim: int,
-    scratch: int,
-    span: int,
-    state: int,
-    until: int,
-    following: int,
+    level: Any, rows: QueryRows, pages: Int8Pages, scratch: int, span: int, state: int, until: int, following: int
 ) -> None:
     """One span's part of ``attend_int8``, into ``state`` (``attention_spans``), with the queries that ``split_queries``
     left in ``scratch``. ``until``: the last position that the caller goes on to; what lies there is loaded ahead,
     a page at a time, then the keys at ``following`` (0: none) and the values in the same place of theirs."""
-    row_scales = scratch + MAX_ROWS * 2 * dim
-    starts = row_scales + MAX_ROWS * 4
-    factors = starts + MAX_ROWS * 4
-    gains = factors + MAX_ROWS * 4
-    scores = gains + MAX_ROWS * 4
-    weights = scores + MAX_ROWS * 4 * page_size
-    totals, maxima = totals_of(state, rows, dim), maxima_of(state, rows, dim)
-    clear_state(state, rows, dim, np.float32(0))
-    for r in range(rows):
-        store_f32(scales_of(state, rows, dim) + 4 * r, load_f32(row_scales + 4 * r))
-    last_position = min(first_position + (rows - 1) // group, (span + 1) * SPAN - 1)
-    stride = kv_heads * page_size
-    page = max(first_page(first_position, window, page_size), span * SPAN // page_size)
-    while page * page_size <= last_position:
+    page_size, dim, count = pages.size, pages.dim, rows.num_rows
+    at_page = pages.kv_heads * page_size
+    room: _Scratch = _layout(scratch, page_size, dim)
+    totals, maxima = totals_of(state, count, dim), maxima_of(state, count, dim)
+    clear_state(state, count, dim, np.float32(0))
+    for r in range(count):
+        store_f32(scales_of(state, count, dim) + 4 * r, load_f32(room.scales + 4 * r))
+    page, last = span_bounds(rows, page_size, span)
+    while page * page_size <= last:
         base = page * page_size
-        num_keys = min(page_size, last_position + 1 - base)
+        num_keys = min(page_size, last + 1 - base)
         vectors = (num_keys + 15) // 16
-        at = load_i32(table + 4 * page) * stride
+        at = load_i32(pages.table + 4 * page) * at_page
+        keys, values, value_scales = pages.keys + dim * at, pages.values + dim * at, pages.value_scales + 4 * at
         page += 1
-        ahead = following - keys if following != 0 else dim * at
+        ahead = following - pages.keys if following != 0 else dim * at
         if page * page_size <= until:
-            next_page = load_i32(table + 4 * page) * stride
+            next_page = load_i32(pages.table + 4 * page) * at_page
             ahead, ahead_keys = dim * next_page, until + 1 - page * page_size
             scale_bytes = 4 * min(page_size, ahead_keys)
-            fetch_lines(key_scales + 4 * next_page, scale_bytes)
-            fetch_lines(value_scales + 4 * next_page, scale_bytes)
+            fetch_lines(pages.key_scales + 4 * next_page, scale_bytes)
+            fetch_lines(pages.value_scales + 4 * next_page, scale_bytes)
             if ahead_keys < page_size:  # partly filled: the products would fetch all of it
-                fetch_lines(keys + ahead, (ahead_keys + 15) // 16 * (16 * dim))
-                fetch_lines(values + ahead, (ahead_keys + 3) // 4 * (4 * dim))
+                fetch_lines(pages.keys + ahead, (ahead_keys + 15) // 16 * (16 * dim))
+                fetch_lines(pages.values + ahead, (ahead_keys + 3) // 4 * (4 * dim))
                 ahead = dim * at
         key_product(
-            level,
-            scratch,
-            2 * dim,
-            dim,
-            keys + dim * at,
-            64,
-            16 * dim,
-            dim // 4,
-            scores,
-            4 * page_size,
-            starts,
-            key_scales + 4 * at,
-            rows,
-            vectors,
-            keys + ahead,
-        )
-        for r in range(rows):
-            position = first_position + r // group
-            high = weights + 2 * page_size * r
+            level, room.queries, 2 * dim, dim, keys, 64, 16 * dim, dim // 4, room.scores, 4 * page_size, room.starts,
+            pages.key_scales + 4 * at, count, vectors, pages.keys + ahead,
+        )  # fmt: skip
+        for r in range(count):
+            first_key, last_key = keys_seen(rows, r, base)
+            scores, high = room.scores + 4 * page_size * r, room.weights + 2 * page_size * r
             _softmax_row(
-                level,
-                scores + 4 * page_size * r,
-                high,
-                high + page_size,
-                value_scales + 4 * at,
-                vectors,
-                position - window + 1 - base if window > 0 else 0,
-                position + 1 - base,
-                load_f32(row_scales + 4 * r),
-                maxima + 4 * r,
-                totals + 64 * r,
-                factors + 4 * r,
-                gains + 4 * r,
-            )
+                level, scores, high, high + page_size, value_scales, vectors, first_key, last_key,
+                load_f32(room.scales + 4 * r), maxima + 4 * r, totals + 64 * r, room.factors + 4 * r,
+                room.gains + 4 * r,
+            )  # fmt: skip
         value_product(
-            level,
-            weights,
-            2 * page_size,
-            page_size,
-            values + dim * at,
-            4 * dim,
-            64,
-            (num_keys + 3) // 4,
-            state,
-            4 * dim,
-            factors,
-            gains,
-            rows,
-            dim // 16,
-            values + ahead,
-        )
+            level, room.weights, 2 * page_size, page_size, values, 4 * dim, 64, (num_keys + 3) // 4, state, 4 * dim,
+            room.factors, room.gains, count, dim // 16, pages.values + ahead,
+        )  # fmt: skip
 
 
 @compiled
-def attend_int8(
-    level: Any,
-    queries: int,
-    rows: int,
-    group: int,
-    first_position: int,
-    window: int,
-    scale: Any,
-    keys: int,
-    values: int,
-    key_scales: int,
-    value_scales: int,
-    table: int,
-    kv_heads: int,
-    page_size: int,
-    dim: int,
-    scratch: int,
-    following: int,
-) -> int:
-    """Attend with ``rows`` query rows [rows, dim] (bfloat16, contiguous): ``group`` heads of the token at
-    ``first_position``, then of the next one. Returns the address of float32 [rows, dim] inside ``scratch``.
+def attend_int8(level: Any, rows: QueryRows, pages: Int8Pages, scratch: int, following: int) -> int:
+    """Attend with the ``QueryRows`` to ``Int8Pages`` (``attention_inputs``). Returns the address of float32
+    [rows.num_rows, dim] inside ``scratch``.
 
-    ``keys``, ``values``, ``key_scales``, ``value_scales``: page 0 of the kv head, of arrays ``[pages, kv_heads,
-    page_size, ...]``; page i of the sequence is the int32 ``table[i]``. ``window``: 0 for none. ``scale`` includes
-    log2(e). ``following``: where the keys begin that the caller goes on with, 0 for none; they are loaded ahead.
+    ``following``: where the keys begin that the caller goes on with, 0 for none; they are loaded ahead.
     """
-    whole = scratch + MAX_ROWS * (2 * dim + 16 + 6 * page_size)
-    part = whole + state_bytes(MAX_ROWS, dim)
-    split_queries(queries, rows, dim, scale, scratch)
-    last_position = first_position + (rows - 1) // group
-    first = first_page(first_position, window, page_size) * page_size // SPAN
-    for span in range(first, last_position // SPAN + 1):
-        state = whole if span == first else part
-        attend_span_int8(
-            level, rows, group, first_position, window, keys, values, key_scales, value_scales, table, kv_heads,
-            page_size, dim, scratch, span, state, last_position, following,
-        )  # fmt: skip
+    whole: int = _layout(scratch, pages.size, pages.dim).states
+    part = whole + state_bytes(MAX_ROWS, pages.dim)
+    split_queries(rows, pages, scratch)
+    last = last_position(rows)
+    first = first_page(rows.position, rows.window, pages.size) * pages.size // SPAN
+    for span in range(first, last // SPAN + 1):
+        attend_span_int8(level, rows, pages, scratch, span, whole if span == first else part, last, following)
         if span > first:
-            merge_states(level, rows, dim, whole, part)
-    normalise(rows, dim, whole)
+            merge_states(level, rows.num_rows, pages.dim, whole, part)
+    normalise(rows.num_rows, pages.dim, whole)
     return whole

@@ -20,18 +20,10 @@ from typing import Any
 import numpy as np
 
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import load_f32, store_f32
+from ringserve.kernels.cpu.llvm import load_f32, load_i64, store_f32, store_i64
 from ringserve.kernels.cpu.row_best import best_key, key_columns
-from ringserve.kernels.cpu.vector import (
-    add,
-    broadcast,
-    load,
-    load_bfloat16,
-    multiply_add,
-    read_i64,
-    sum_lanes,
-    write_i64,
-)
+from ringserve.kernels.cpu.vector import add, broadcast, multiply_add, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load, load_bfloat16
 
 CANDIDATES = 8
 """With 64 instead, or the whole output layer in bfloat16, the best token of the default model was the same at each of
@@ -58,7 +50,7 @@ def rescore_row(
     bound = np.float32(-np.inf) if tiles < CANDIDATES else load_f32(logits + 4 * key_columns(last))
     for tile in range(tiles):
         at = best + 8 * stride * tile
-        if read_i64(at) < last:
+        if load_i64(at) < last:
             continue
         first = tile * tile_columns
         count = min(tile_columns, columns - first)
@@ -66,7 +58,7 @@ def rescore_row(
             if load_f32(logits + 4 * column) >= bound:
                 logit = _dot(x, weight + 2 * k * column, k) + load_f32(bias + 4 * column)
                 store_f32(logits + 4 * column, logit)
-        write_i64(at, best_key(logits + 4 * first, count, first))
+        store_i64(at, best_key(logits + 4 * first, count, first))
 
 
 @compiled
@@ -74,10 +66,10 @@ def _last_candidate(best: int, stride: int, tiles: int) -> Any:
     """The smallest of the ``CANDIDATES`` largest keys, which are all different."""
     bound = _NO_KEY
     for _ in range(min(CANDIDATES, tiles)):
-        largest = read_i64(best)
+        largest = load_i64(best)
         found = False
         for tile in range(tiles):
-            key = read_i64(best + 8 * stride * tile)
+            key = load_i64(best + 8 * stride * tile)
             if key < bound and (not found or key > largest):
                 largest, found = key, True
         bound = largest

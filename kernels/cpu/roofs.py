@@ -13,7 +13,8 @@ from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.compiled import compiled
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.pair_product import pair_product
-from ringserve.kernels.cpu.vector import add, broadcast, load, sum_lanes
+from ringserve.kernels.cpu.vector import add, broadcast, sum_lanes
+from ringserve.kernels.cpu.vector_memory import load
 
 READ_BYTES = 128 << 20
 """Each thread reads so much, several times the caches."""
@@ -34,7 +35,7 @@ def read_range(start: int, size: int) -> Any:
 @compiled
 def _multiply(level: Any, a: int, b: int, out: int, repeats: int) -> None:
     for _ in range(repeats):
-        pair_product(level, a, 4 * PAIRS, b, 64 * VECTORS, 64, PAIRS, out, 64 * VECTORS, ROWS, VECTORS, b)
+        pair_product(level, a, 4 * PAIRS, b, 64 * VECTORS, 64, PAIRS, out, 64 * VECTORS, None, ROWS, VECTORS, b)
 
 
 def _together(threads: int, work: Callable[[int], None]) -> float:

@@ -7,7 +7,8 @@ out[i + h] = x[i + h] * cos a[i] + x[i] * sin a[i]
 from __future__ import annotations
 
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.vector import add, load, multiply, store, subtract
+from ringserve.kernels.cpu.vector import add, multiply, subtract
+from ringserve.kernels.cpu.vector_memory import load, store
 
 
 @compiled

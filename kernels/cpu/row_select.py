@@ -15,7 +15,9 @@ from numba.extending import intrinsic
 
 from ringserve.kernels.cpu import vector
 from ringserve.kernels.cpu.compiled import compiled
+from ringserve.kernels.cpu.exponentials import exp2
 from ringserve.kernels.cpu.llvm import V16F32, bits_f32, f32_bits, load_f32, load_i32, store_f32, store_i32
+from ringserve.kernels.cpu.vector_memory import load, store
 
 BLOCK = 32
 """Values whose maximum is kept, so that blocks without candidates are passed over."""
@@ -55,9 +57,9 @@ def clean_row(row: int, vocab: int, x: Any, maxima: Any) -> Any:
     for block in range(whole):
         at = row + 4 * BLOCK * block
         to = target + 4 * BLOCK * block
-        first, second = _finite(vector.load(at)), _finite(vector.load(at + 64))
-        vector.store(to, first)
-        vector.store(to + 64, second)
+        first, second = _finite(load(at)), _finite(load(at + 64))
+        store(to, first)
+        store(to + 64, second)
         largest = vector.largest_lane(vector.maximum(first, second))
         maxima[block] = largest
         top = max(top, largest)
@@ -91,8 +93,8 @@ def exponentials(values: Any, count: int, top: Any, scale: Any, weights: Any) ->
     at, to = values.ctypes.data, weights.ctypes.data
     tops, scales = vector.broadcast(top), vector.broadcast(scale)
     for i in range(0, count, 16):
-        exponent = vector.multiply(vector.subtract(vector.load(at + 4 * i), tops), scales)
-        vector.store(to + 4 * i, vector.exp2(exponent))
+        exponent = vector.multiply(vector.subtract(load(at + 4 * i), tops), scales)
+        store(to + 4 * i, exp2(exponent))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -113,7 +115,7 @@ def _sum(weights: Any, first: int, last: int) -> Any:
     sums = vector.broadcast(np.float32(0))
     whole = first + (last - first) // 16 * 16
     for i in range(first, whole, 16):
-        sums = vector.add(sums, vector.load(at + 4 * i))
+        sums = vector.add(sums, load(at + 4 * i))
     total = vector.sum_lanes(sums)
     for i in range(whole, last):
         total += load_f32(at + 4 * i)
@@ -178,8 +180,8 @@ def weight_from(values: Any, weights: Any, count: int, bound: Any) -> Any:
         sums = vector.broadcast(np.float32(0))
         numbers = vector.broadcast(np.float32(0))
         for i in range(first, whole, 16):
-            value = vector.load(at + 4 * i)
-            sums = vector.add(sums, _where_at_least(value, bounds, vector.load(weights_at + 4 * i)))
+            value = load(at + 4 * i)
+            sums = vector.add(sums, _where_at_least(value, bounds, load(weights_at + 4 * i)))
             numbers = vector.add(numbers, _where_at_least(value, bounds, one))
         weight = vector.sum_lanes(sums)
         found += int(vector.sum_lanes(numbers))

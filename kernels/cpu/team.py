@@ -35,9 +35,9 @@ from numba import types
 from numba.extending import register_jitable
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.atomics import compare_exchange, fetch_add, load_acquire, pause, read_clock, store_release
 from ringserve.kernels.cpu.compiled import compiled
-from ringserve.kernels.cpu.llvm import compare_exchange, fetch_add, load_acquire, pause, store_release
-from ringserve.kernels.cpu.vector import read_clock, write_i64
+from ringserve.kernels.cpu.llvm import store_i64
 
 RECORD = 64
 """Bytes of an operation's record, and of the header."""
@@ -133,7 +133,7 @@ def make_walk(run_tile: Any) -> Any:
     @register_jitable  # type: ignore[untyped-decorator]
     def walk(records: Any, num_operations: Any, epoch: Any, thread: Any, context: Any, stamps: Any) -> Any:
         if stamps != 0:
-            write_i64(stamps, read_clock())
+            store_i64(stamps, read_clock())
         for operation in range(num_operations):
             record = records + operation * RECORD
             while True:
@@ -145,7 +145,7 @@ def make_walk(run_tile: Any) -> Any:
             if tile == -2 or not await_operation(record, epoch):
                 return False
             if stamps != 0:
-                write_i64(stamps + 8 * (operation + 1), read_clock())
+                store_i64(stamps + 8 * (operation + 1), read_clock())
         return True
 
     return walk

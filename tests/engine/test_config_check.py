@@ -14,11 +14,13 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig
 from ringserve.config import ExecutorConfig, ExecutorSettings, ModelSource
 from ringserve.engine import cpu_loading, cpu_startup
 from ringserve.engine.config_check import check_config, known_layers
+from ringserve.engine.devices import CPU
 from ringserve.engine.executor_startup import build_engine
 from ringserve.engine.kv_layout import LayerKV, bytes_per_page
 from ringserve.engine.model_error import ModelError
 from ringserve.engine.model_loader import load_model
 from ringserve.engine.self_check import check_model
+from ringserve.engine.serving_plan import plan_serving
 
 MIB = 1 << 20
 
@@ -63,7 +65,7 @@ PAGE = bytes_per_page([LayerKV(2, 32, 32)] * 2, 64, "bfloat16")
 )
 def test_what_cannot_be(settings: ExecutorSettings, free_bytes: int | None, words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
-        check_config(CONFIG, settings, 64, "bfloat16", free_bytes)
+        check_config(CONFIG, settings, plan_serving(settings, CPU, "bfloat16"), free_bytes)
     assert "\n" not in str(caught.value)
 
 
@@ -78,7 +80,7 @@ def test_what_cannot_be(settings: ExecutorSettings, free_bytes: int | None, word
     ],
 )
 def test_what_can(settings: ExecutorSettings, free_bytes: int | None, length: int) -> None:
-    assert check_config(CONFIG, settings, 64, "bfloat16", free_bytes) == length
+    assert check_config(CONFIG, settings, plan_serving(settings, CPU, "bfloat16"), free_bytes) == length
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ from ringserve.engine import fast_startup, self_check
 from ringserve.engine.cpu_loading import load_and_check
 from ringserve.engine.cpu_model import CpuModel
 from ringserve.engine.decoder_weights import Rotary
+from ringserve.engine.devices import CPU
 from ringserve.engine.fast_model import FastModel
 from ringserve.engine.fast_weights import NotApplicableError, decoder_shape, layer_windows
 from ringserve.engine.kept_weights import KeptWeights
 from ringserve.engine.kv_layout import KVDType
 from ringserve.engine.model_loader import LoadedModel, load_model
+from ringserve.engine.serving_plan import plan_serving
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.kernels.cpu import decoder_fields as k
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, host_level
@@ -320,11 +322,12 @@ def test_weights_that_did_not_pass_the_check_are_not_kept(
 ) -> None:
     path = make_checkpoint(directory / "kept", *FAMILY["llama"])
     source = ModelSource(str(path), "directory", "kept")
-    settings = ExecutorSettings(source, "bfloat16", None, 4, None, ExecutorConfig())
+    settings = ExecutorSettings(source, "bfloat16", None, 4, None, ExecutorConfig(block_size=16))
+    plan = plan_serving(settings, CPU, "bfloat16")
 
     def start() -> CpuModel:
         kept = KeptWeights("none", path, tmp_path / "weights")
-        return load_and_check(settings, "bfloat16", "bfloat16", 16, 1, lambda: kept, lambda stage, fraction: None)
+        return load_and_check(settings, plan, 1, lambda: kept, lambda stage, fraction: None)
 
     with monkeypatch.context() as patch:
         patch.setitem(fast_startup.TOLERANCE, "none", 0.0)

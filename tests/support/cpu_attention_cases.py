@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
+from ringserve.kernels.cpu.attention_inputs import Int8Pages, Pages, QueryRows
 from ringserve.kernels.cpu.attention_spans import SPAN, first_page, merge_states, normalise, state_bytes
 from ringserve.kernels.cpu.features import Level
 from ringserve.kernels.cpu.kv_pages import write_key, write_value
@@ -59,49 +60,14 @@ class Sequence:
 
     def attend(self, level: Level, queries: Floats, group: int, first: int, window: int) -> Floats:
         """Rows [tokens * group, dim] for the tokens from position ``first`` on."""
-        bits = to_bf16(queries)
-        if self.scales is not None:
-            return self._rows_at(self._attend_int8(level, bits, group, first, window), bits.shape)
-        address = attend(
-            level,
-            bits.ctypes.data,
-            len(bits),
-            group,
-            first,
-            window,
-            np.float32(self.dim**-0.5 * LOG2_E),
-            self.key_pages.ctypes.data,
-            self.value_pages.ctypes.data,
-            self.table.ctypes.data,
-            2 * self.page_size * self.dim,
-            self.page_size,
-            self.dim,
-            self.scratch.ctypes.data,
-            0,
-        )
-        return self._rows_at(address, bits.shape)
-
-    def _attend_int8(self, level: Level, bits: NDArray[np.uint16], group: int, first: int, window: int) -> int:
-        assert self.scales is not None
-        return attend_int8(
-            level,
-            bits.ctypes.data,
-            len(bits),
-            group,
-            first,
-            window,
-            np.float32(self.dim**-0.5 * LOG2_E),
-            self.key_pages.ctypes.data,
-            self.value_pages.ctypes.data,
-            self.scales[0].ctypes.data,
-            self.scales[1].ctypes.data,
-            self.table.ctypes.data,
-            1,
-            self.page_size,
-            self.dim,
-            self.scratch.ctypes.data,
-            0,
-        )
+        bits, scratch = to_bf16(queries), self.scratch.ctypes.data
+        rows, pages = self._rows(bits, group, first, window), self._pages()
+        if isinstance(pages, Int8Pages):
+            start = attend_int8(level, rows, pages, scratch, 0) - scratch
+        else:
+            start = attend(level, rows, pages, scratch, 0) - scratch
+        found: Floats = self.scratch[start : start + 2 * bits.nbytes].view(np.float32).reshape(bits.shape).copy()
+        return found
 
     def attend_in_spans(self, level: Level, queries: Floats, position: int, window: int) -> Floats:
         """The rows of one token: each span's state computed apart, the last first, then merged."""
@@ -110,24 +76,16 @@ class Sequence:
         size = state_bytes(rows, dim)
         states = aligned_zeros(((position // SPAN + 1) * size,), np.uint8)
         states[:] = 0xFF
-        scale, scratch = np.float32(dim**-0.5 * LOG2_E), self.scratch.ctypes.data
-        pages = self.key_pages.ctypes.data, self.value_pages.ctypes.data
+        scratch, pages = self.scratch.ctypes.data, self._pages()
+        query_rows = self._rows(bits, rows, position, window)
         for span in reversed(range(first, position // SPAN + 1)):
             self.scratch[:] = 0xFF
-            rest = scratch, span, states.ctypes.data + span * size, position, 0
-            if self.scales is None:
-                stride = 2 * page_size * dim
-                attend_span(
-                    level, bits.ctypes.data, rows, rows, position, window, scale, *pages, self.table.ctypes.data,
-                    stride, page_size, dim, *rest,
-                )  # fmt: skip
+            rest = span, states.ctypes.data + span * size, position, 0
+            if isinstance(pages, Int8Pages):
+                split_queries(query_rows, pages, scratch)
+                attend_span_int8(level, query_rows, pages, scratch, *rest)
             else:
-                scales = self.scales[0].ctypes.data, self.scales[1].ctypes.data
-                split_queries(bits.ctypes.data, rows, dim, scale, scratch)
-                attend_span_int8(
-                    level, rows, rows, position, window, *pages, *scales, self.table.ctypes.data, 1, page_size, dim,
-                    *rest,
-                )  # fmt: skip
+                attend_span(level, query_rows, pages, scratch, *rest)
         whole = states.ctypes.data + first * size
         for span in range(first + 1, position // SPAN + 1):
             merge_states(level, rows, dim, whole, states.ctypes.data + span * size)
@@ -135,10 +93,16 @@ class Sequence:
         found: Floats = states[first * size :][: 4 * rows * dim].view(np.float32).reshape(rows, dim).copy()
         return found
 
-    def _rows_at(self, address: int, shape: tuple[int, ...]) -> Floats:
-        start = address - self.scratch.ctypes.data
-        found: Floats = self.scratch[start : start + 4 * shape[0] * shape[1]].view(np.float32).reshape(shape).copy()
-        return found
+    def _rows(self, bits: NDArray[np.uint16], group: int, position: int, window: int) -> QueryRows:
+        scale = np.float32(self.dim**-0.5 * LOG2_E)
+        return QueryRows(bits.ctypes.data, len(bits), group, position, window, scale)
+
+    def _pages(self) -> Pages | Int8Pages:
+        keys, values, table = (array.ctypes.data for array in (self.key_pages, self.value_pages, self.table))
+        if self.scales is None:
+            return Pages(keys, values, table, 1, self.page_size, self.dim)
+        scales = self.scales[0].ctypes.data, self.scales[1].ctypes.data
+        return Int8Pages(keys, values, *scales, table, 1, self.page_size, self.dim)
 
 
 def make_sequence(length: int, dim: int, page_size: int, seed: int = 0, int8: bool = False) -> Sequence:

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import triton
+from blank_decoder import blank_weights
 from fake_gpu import SM_90, compile_only
 
 from ringserve.engine.decoder_weights import DecoderShape
-from ringserve.engine.gpu.decoder_weights import DecoderWeights, LayerWeights
 from ringserve.engine.gpu.device import HostDevice
 from ringserve.engine.gpu.graphs import graph_buckets, warm_up_tokens
-from ringserve.engine.gpu.linear import DeviceLinear, PlainLinear
 from ringserve.engine.gpu.llama_model import LlamaModel, decoder_layers
-from ringserve.engine.gpu.served_model import quantiser
 from ringserve.engine.gpu.step_inputs import StepInputs
 from ringserve.engine.kv_pool import KVPool
 
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Tr
 
 SHAPE = DecoderShape(128, 64, 96, 2, 4, 2, 64, 1e-5, 0.125)
 MAX_NUM_SEQS, MAX_TOKENS = 12, 300
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -37,31 +34,7 @@ def _kept_cache(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) ->
 
 def make_model(quantization: str) -> LlamaModel:
     device = HostDevice()
-    make = None if quantization == "none" else quantiser(quantization, device)
-
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=torch.bfloat16)
-
-    def linear(outputs: int, inputs: int) -> DeviceLinear:
-        weight = zeros(outputs, inputs)
-        return PlainLinear(weight, None) if make is None else make(weight, None)
-
-    layers = tuple(
-        LayerWeights(
-            input_norm=zeros(SHAPE.hidden),
-            qkv=linear(SHAPE.qkv_columns, SHAPE.hidden),
-            q_norm=zeros(SHAPE.head_dim),
-            k_norm=zeros(SHAPE.head_dim),
-            output=linear(SHAPE.hidden, SHAPE.heads * SHAPE.head_dim),
-            mlp_norm=zeros(SHAPE.hidden),
-            gate_up=linear(2 * SHAPE.intermediate, SHAPE.hidden),
-            down=linear(SHAPE.hidden, SHAPE.intermediate),
-        )
-        for _ in range(SHAPE.layers)
-    )
-    weights = DecoderWeights(
-        SHAPE, zeros(128, SHAPE.hidden), layers, zeros(SHAPE.hidden), linear(SHAPE.vocab_size, SHAPE.hidden)
-    )
+    weights = blank_weights(SHAPE, device, quantization)
     pool = KVPool(decoder_layers(weights), 4, 16, "bfloat16")
     rotary = (torch.zeros(64, 32), torch.zeros(64, 32))
     return LlamaModel(weights, rotary, [0, 32], pool, device, MAX_NUM_SEQS)

@@ -10,15 +10,13 @@ from random import Random
 
 import pytest
 import torch
+from blank_decoder import blank_weights
 from meta_device import META, MetaDevice, device_rules
 from step_planner import Job, StepPlanner
 
 from ringserve.engine.decoder_weights import DecoderShape
-from ringserve.engine.gpu.decoder_weights import DecoderWeights, LayerWeights
 from ringserve.engine.gpu.device_runner import DeviceRunner, RunnerLimits
-from ringserve.engine.gpu.linear import DeviceLinear, PlainLinear
 from ringserve.engine.gpu.llama_model import LlamaModel, decoder_layers
-from ringserve.engine.gpu.served_model import quantiser
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.engine.swap_pool import SwapPool
 from ringserve.engine.transfer_lane import upload
@@ -31,30 +29,7 @@ MAX_SEQS, MAX_LEN, MAX_TOKENS, PAGE_SIZE, NUM_PAGES = 12, 256, 150, 16, 200
 
 
 def make_runner(device: MetaDevice, quantization: str, eager: bool) -> DeviceRunner:
-    make = None if quantization == "none" else quantiser(quantization, device)
-
-    def empty(*size: int) -> torch.Tensor:
-        return torch.empty(*size, dtype=torch.bfloat16, device=META)
-
-    def linear(outputs: int, inputs: int) -> DeviceLinear:
-        weight, bias = empty(outputs, inputs), empty(outputs)
-        return PlainLinear(weight, bias) if make is None else make(weight, bias)
-
-    layers = tuple(
-        LayerWeights(
-            input_norm=empty(SHAPE.hidden),
-            qkv=linear(SHAPE.qkv_columns, SHAPE.hidden),
-            q_norm=empty(SHAPE.head_dim),
-            k_norm=empty(SHAPE.head_dim),
-            output=linear(SHAPE.hidden, SHAPE.heads * SHAPE.head_dim),
-            mlp_norm=empty(SHAPE.hidden),
-            gate_up=linear(2 * SHAPE.intermediate, SHAPE.hidden),
-            down=linear(SHAPE.hidden, SHAPE.intermediate),
-        )
-        for _ in range(SHAPE.layers)
-    )
-    head = linear(SHAPE.vocab_size, SHAPE.hidden)
-    weights = DecoderWeights(SHAPE, empty(SHAPE.vocab_size, SHAPE.hidden), layers, empty(SHAPE.hidden), head)
+    weights = blank_weights(SHAPE, device, quantization, biases=True)
     pool = KVPool(decoder_layers(weights), NUM_PAGES, PAGE_SIZE, "int8", device.namespace)
     rotary = (torch.empty(MAX_LEN, 32, device=META), torch.empty(MAX_LEN, 32, device=META))
     model = LlamaModel(weights, rotary, [0, 32], pool, device, MAX_SEQS)

@@ -118,8 +118,8 @@ def test_tables_no_longer_than_sequences_can_be(home: Path, monkeypatch: pytest.
     page = 2 * 3 * 2 * 32 * 2 * 16
     engine = start(settings_of(home, config={"kv_cache_memory": 4 * page}))
     engine.runner.close()
-    assert engine.max_model_len < 256
-    assert made == [engine.max_model_len]
+    assert engine.budget.max_model_len < 256
+    assert made == [engine.budget.max_model_len]
 
 
 def test_files_that_change_during_the_start_leave_nothing(

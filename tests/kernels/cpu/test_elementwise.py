@@ -11,10 +11,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ringserve.kernels.cpu.activation import silu_mul, silu_mul_bfloat16
+from ringserve.kernels.cpu.exponentials import exp2, exp2_coarse
 from ringserve.kernels.cpu.features import AVX512, PORTABLE, Level, host_level
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.rope import rotate
-from ringserve.kernels.cpu.vector import exp2, exp2_coarse, load, store
+from ringserve.kernels.cpu.vector_memory import load, store
 
 LEVELS = [PORTABLE, AVX512] if host_level() == AVX512 else [PORTABLE]
 

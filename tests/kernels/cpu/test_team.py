@@ -11,7 +11,7 @@ from numba import njit
 from numba.extending import register_jitable
 
 from ringserve.kernels.cpu.aligned import aligned_zeros
-from ringserve.kernels.cpu.llvm import fetch_add, load_acquire, pause
+from ringserve.kernels.cpu.atomics import fetch_add, load_acquire, pause
 from ringserve.kernels.cpu.team import (
     EPOCH_MASK,
     RECORD,

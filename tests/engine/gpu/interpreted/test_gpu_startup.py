@@ -156,7 +156,7 @@ def test_eight_bits_everywhere(directory: Path) -> None:
         assert engine.runner.num_graphs == 0  # type: ignore[attr-defined]
     finally:
         engine.runner.close()
-    assert (engine.quantization, engine.kv_dtype, engine.model_impl) == ("int8", "float8", "fast")
+    assert (engine.plan.quantization, engine.plan.kv_dtype, engine.model_impl) == ("int8", "float8", "fast")
 
 
 def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_the_pool_gets_what_is_left(directory: Path) -> None:
     engine.runner.close()
     page = 2 * 2 * 16 * 16 * 4
     left = 5 * MEGABYTE - 4 * MEGABYTE
-    assert left - 6 * page < engine.num_pages * page <= left - page
+    assert left - 6 * page < engine.budget.num_pages * page <= left - page
 
 
 @pytest.mark.usefixtures("no_check", "no_warm_up")
