@@ -26,8 +26,8 @@ from ringserve.kernels.cpu.vector import add, broadcast, multiply_add, sum_lanes
 from ringserve.kernels.cpu.vector_memory import load, load_bfloat16
 
 CANDIDATES = 8
-"""With 64 instead, or the whole output layer in bfloat16, the best token of the default model was the same at each of
-8,192 positions of text."""
+"""With 64 instead, or the whole output layer in bfloat16, no more of the default model's best tokens were those of
+float32 (in each of 16 windows of 512 tokens)."""
 _NO_KEY = np.int64(np.iinfo(np.int64).max)
 
 
