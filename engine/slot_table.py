@@ -61,17 +61,17 @@ class SlotTable:
             raise RuntimeError(f"step {output.step_id}: columns of different lengths")
         if not len(slots):
             return slots, counts
-        unknown = slots[slots >= len(self.active)]
-        if len(unknown) or not self.active[slots].all():
-            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {slots.tolist()}")
-        pages = np.frombuffer(output.new_pages, dtype=np.int32)
-        first = 0
-        for row in np.flatnonzero(page_counts).tolist():
-            last = first + int(page_counts[row])
-            self.add_pages(int(slots[row]), pages[first:last])
-            first = last
-        stops = self.computed[slots] + counts
-        bad = (counts < 1) | (stops > self.length[slots]) | (stops > self.num_pages[slots] * page_size)
+        if max(output_slots := slots.tolist()) >= len(self.active) or not self.active[slots].all():
+            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {output_slots}")
+        if output.new_pages:
+            pages = np.frombuffer(output.new_pages, dtype=np.int32)
+            first = 0
+            for row in np.flatnonzero(page_counts).tolist():
+                last = first + int(page_counts[row])
+                self.add_pages(int(slots[row]), pages[first:last])
+                first = last
+        known = np.minimum(self.length[slots], self.num_pages[slots] * page_size)
+        bad = (counts < 1) | (self.computed[slots] + counts > known)
         if bad.any():
             row = int(np.argmax(bad))
             slot = int(slots[row])
