@@ -174,7 +174,7 @@ class FastDecoder:
         slots, counts = slots.copy(), counts.copy()
         total = int(np.add.reduce(counts))
         self._make_room(total, len(slots) + total, len(wanted))
-        step, rows = self._step, self._logits
+        step, logits = self._step, self._logits[: len(wanted), : self._shape.vocab_size]
         token_ids, segments = self._buffers["token_ids"], self._buffers["segments"]
         plan_step(slots, counts, computed, ids, tables, token_ids, segments, step, self._sizes)
         step[k.NUM_WANTED] = len(wanted)
@@ -182,14 +182,13 @@ class FastDecoder:
         if step[k.SPANS]:
             step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
         run_step(self._team.header, *self._fixed)
-        return rows[: len(wanted), : self._shape.vocab_size]
+        return logits
 
-    def best_tokens(self) -> NDArray[np.int64]:
+    def best_tokens(self) -> list[int]:
         """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
         rows = int(self._step[k.NUM_WANTED])
-        keys = self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0)
-        columns: NDArray[np.int64] = key_columns(keys)
-        return columns
+        keys = np.maximum.reduce(self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows))
+        return [key_columns(key) for key in keys.tolist()]
 
     def set_windows(self, windows: list[int]) -> None:
         """Other sliding windows, for a check that must see them at work."""
