@@ -25,7 +25,6 @@ from ringserve.kernels.cpu.paged_attention import LOG2_E, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS
-from ringserve.kernels.cpu.row_best import key_columns
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 KV_STORAGE: dict[KVDType, k.KVStorage] = {"bfloat16": k.KV_BFLOAT16, "int8": k.KV_INT8}
@@ -127,6 +126,7 @@ class FastDecoder:
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),
             (k.THREADS, num_threads),
+            (k.HEAD_TILES, self._head_tiles),
         ):
             self._sizes[field] = value
         self._grow(max_tokens)
@@ -186,9 +186,8 @@ class FastDecoder:
 
     def best_tokens(self) -> list[int]:
         """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
-        rows = int(self._step[k.NUM_WANTED])
-        keys = np.maximum.reduce(self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows))
-        return [key_columns(key) for key in keys.tolist()]
+        columns: list[int] = self._best[: self._step[k.NUM_WANTED]].tolist()
+        return columns
 
     def set_windows(self, windows: list[int]) -> None:
         """Other sliding windows, for a check that must see them at work."""
