@@ -136,7 +136,9 @@ class ModelRunner:
         stops = starts + counts
         ends = counts.cumsum(dtype=np.int32)
         draws = (stops == table.length[slots]) & table.samples[slots]
-        asks = table.wants_prompt[slots] & (starts < table.num_prompt[slots])
+        asks = table.wants_prompt[slots]
+        if asks.any():
+            asks &= starts < table.num_prompt[slots]
         if not asks.any():  # the usual step
             (rows,) = draws.nonzero()
             return _Plan(stops, slots[rows], np.arange(len(rows))), ends[rows] - 1
