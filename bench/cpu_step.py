@@ -3,7 +3,8 @@
     python -P -m ringserve.bench.cpu_step --output bench/results/cpu-step.json
 
 The default model on the fast path decodes 1, 8 and 32 sequences at a context of 256 tokens, and computes a prompt. The
-threads' own clock gives the time of each kind of operation; the rest of ``ModelRunner.execute`` is Python. The roofs
+threads' own clock gives the time of each kind of operation; the rest of ``ModelRunner.execute`` is Python (but for the
+preparation of the compiled call, which is scaled in with its operations). The roofs
 (bytes a second from memory, operations a second) are measured in the same run, on as many threads: a part's roof is the
 time that its bytes or its operations take at least, whichever is more.
 """
@@ -111,9 +112,7 @@ class _TimedSampler(Sampler):
 
     seconds = 0.0
 
-    def sample(
-        self, slots: Sequence[int], logits: NDArray[np.float32], best: NDArray[np.int64] | None = None
-    ) -> Sampled:
+    def sample(self, slots: Sequence[int], logits: NDArray[np.float32], best: Sequence[int] | None = None) -> Sampled:
         started = time.perf_counter()
         sampled = super().sample(slots, logits, best)
         self.seconds += time.perf_counter() - started
@@ -121,12 +120,12 @@ class _TimedSampler(Sampler):
 
 
 class _TimedForward:
-    """Adds up what the compiled walk takes, by kind of operation."""
+    """What the compiled walk takes, by kind of operation."""
 
     def __init__(self, decoder: FastDecoder) -> None:
         self._forward = FastForward(decoder)
         self._decoder = decoder
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._elapsed = 0.0
         decoder.record_times()
 
     def forward(
@@ -134,17 +133,23 @@ class _TimedForward:
     ) -> NDArray[np.float32]:
         started = time.perf_counter()
         logits = self._forward.forward(table, slots, counts, wanted)
-        elapsed = time.perf_counter() - started
+        self._elapsed = time.perf_counter() - started
+        return logits
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of the last step by kind of operation. Not asked for within a step: finding them takes as long as
+        much of what is measured."""
         times = self._decoder.operation_times()
-        # The clock's ticks are scaled by the call's time: preparing the step, some microseconds, is part of it.
+        # The clock's ticks are scaled by the call's time: preparing the step, some tens of microseconds, is part of it.
         total = sum(ticks for _, _, ticks in times)
+        seconds: defaultdict[str, float] = defaultdict(float)
         output_layer = max(index for kind, index, _ in times if kind == "linear")
         for kind, index, ticks in times:
             part = "output layer" if index == output_layer else PARTS[kind]
-            self.seconds[part] += ticks / total * elapsed
-        return logits
+            seconds[part] += ticks / total * self._elapsed
+        return dict(seconds)
 
-    def best_tokens(self) -> NDArray[np.int64] | None:
+    def best_tokens(self) -> list[int] | None:
         return self._forward.best_tokens()
 
     def close(self) -> None:
@@ -223,12 +228,11 @@ class StepBench:
         self._runner.execute(step)
         samples: list[dict[str, float]] = []
         for _ in range(steps):
-            self._forward.seconds.clear()
             self._sampler.seconds = 0.0
             started = time.perf_counter()
             self._runner.execute(step)
             total = time.perf_counter() - started
-            parts = dict(self._forward.seconds) | {"sampling": self._sampler.seconds}
+            parts = self._forward.parts() | {"sampling": self._sampler.seconds}
             samples.append({"total": total, **parts, "python": total - sum(parts.values())})
         medians = {part: statistics.median(sample[part] for sample in samples) for part in samples[0]}
         least = self._least_seconds(rows, logit_rows, seen, roofs)

@@ -25,7 +25,6 @@ from ringserve.kernels.cpu.paged_attention import LOG2_E, scratch_bytes
 from ringserve.kernels.cpu.paged_attention_int8 import scratch_bytes_int8
 from ringserve.kernels.cpu.quantize import GROUP as INT8_GROUP
 from ringserve.kernels.cpu.quantize import SCALE_WORDS
-from ringserve.kernels.cpu.row_best import key_columns
 from ringserve.kernels.cpu.team import RECORD, STOP, Team
 
 KV_STORAGE: dict[KVDType, k.KVStorage] = {"bfloat16": k.KV_BFLOAT16, "int8": k.KV_INT8}
@@ -127,6 +126,7 @@ class FastDecoder:
             (k.SCRATCH_BYTES, scratch),
             (k.SEGMENT, segment_length(self._group)),
             (k.THREADS, num_threads),
+            (k.HEAD_TILES, self._head_tiles),
         ):
             self._sizes[field] = value
         self._grow(max_tokens)
@@ -172,29 +172,21 @@ class FastDecoder:
         """
         # Compiled code is specialised by the arrays' flags too: those of messages cannot be written to.
         slots, counts = slots.copy(), counts.copy()
-        total = int(counts.sum())
-        if total > self._capacity:
-            self._grow(total)
-        if len(slots) + total > len(self._buffers["segments"]):
-            self._buffers["segments"] = np.zeros((2 * (len(slots) + total), 4), np.int64)
-        rows = self._room_for_logits(len(wanted))
-        step = self._step
+        total = int(np.add.reduce(counts))
+        self._make_room(total, len(slots) + total, len(wanted))
+        step, logits = self._step, self._logits[: len(wanted), : self._shape.vocab_size]
         token_ids, segments = self._buffers["token_ids"], self._buffers["segments"]
         plan_step(slots, counts, computed, ids, tables, token_ids, segments, step, self._sizes)
         step[k.NUM_WANTED] = len(wanted)
-        step[k.TOKEN_IDS], step[k.SEGMENTS] = token_ids.ctypes.data, segments.ctypes.data
-        step[k.WANTED] = wanted.ctypes.data
-        step[k.LOGITS], step[k.LD_LOGITS], step[k.BEST] = rows.ctypes.data, rows.shape[1], self._best.ctypes.data
+        self._buffers["wanted"][: len(wanted)] = wanted
         if step[k.SPANS]:
             step[k.STATES] = self._room_for_states(int(step[k.NUM_SEGMENTS] * step[k.SPANS]))
         run_step(self._team.header, *self._fixed)
-        return rows[: len(wanted), : self._shape.vocab_size]
+        return logits
 
-    def best_tokens(self) -> NDArray[np.int64]:
+    def best_tokens(self) -> list[int]:
         """The column of the largest logit in each row of the last step, as ``argmax`` finds it."""
-        rows = int(self._step[k.NUM_WANTED])
-        keys = self._best[: self._head_tiles * rows].reshape(self._head_tiles, rows).max(axis=0)
-        columns: NDArray[np.int64] = key_columns(keys)
+        columns: list[int] = self._best[: self._step[k.NUM_WANTED]].tolist()
         return columns
 
     def set_windows(self, windows: list[int]) -> None:
@@ -220,12 +212,21 @@ class FastDecoder:
         """Whether a head's outputs can be quantised as soon as they are computed."""
         return self._shape.head_dim % INT8_GROUP == 0
 
-    def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
+    def _make_room(self, tokens: int, segments: int, rows: int) -> None:
+        """For a step of so many tokens and segments, ``rows`` of logits among them. What a step reads at an address
+        that it is told is told here, where it moves, and not at every step."""
+        step = self._step
+        if tokens > self._capacity:
+            self._grow(tokens)
+        if segments > len(self._buffers["segments"]):
+            self._buffers["segments"] = np.zeros((2 * segments, 4), np.int64)
+            step[k.SEGMENTS] = self._buffers["segments"].ctypes.data
         if rows > len(self._logits):
             columns = row_stride(padded(self._shape.vocab_size), 4)
             self._logits = aligned_zeros((-(-rows // 8) * 8, columns), np.float32)
             self._best = aligned_zeros((self._head_tiles * len(self._logits),), np.int64)
-        return self._logits
+            step[k.LOGITS], step[k.LD_LOGITS] = self._logits.ctypes.data, columns
+            step[k.BEST] = self._best.ctypes.data
 
     def _room_for_states(self, spans: int) -> int:
         """The address of memory for the states of all heads in so many spans."""
@@ -243,6 +244,7 @@ class FastDecoder:
         self._capacity = tokens = max(tokens, 16)
         buffers: dict[str, NDArray[Any]] = {
             "token_ids": np.zeros(tokens, np.int32),
+            "wanted": np.zeros(tokens, np.int32),
             "segments": np.zeros((2 * tokens + 16, 4), np.int64),
             "queries": aligned_zeros((attention * tokens,), np.uint16),
             "x": aligned_zeros((tokens, row_stride(shape.hidden, 4)), np.float32),
@@ -258,6 +260,8 @@ class FastDecoder:
             else:
                 buffers[name] = aligned_zeros((tokens, row_stride(size + 7, 2)), np.uint16)
         self._buffers = buffers
+        for field, name in ((k.TOKEN_IDS, "token_ids"), (k.SEGMENTS, "segments"), (k.WANTED, "wanted")):
+            self._step[field] = buffers[name].ctypes.data
         self._sizes[k.LD_QUERIES] = tokens
         self._make_operations()
 

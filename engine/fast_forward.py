@@ -21,7 +21,7 @@ class FastForward:
         """See ``model_runner.Forward``."""
         return self.decoder.forward(slots, counts, table.computed, table.ids, table.pages, wanted)
 
-    def best_tokens(self) -> NDArray[np.int64] | None:
+    def best_tokens(self) -> list[int] | None:
         """See ``model_runner.Forward``."""
         return self.decoder.best_tokens()
 

@@ -43,7 +43,7 @@ class Forward(Protocol):
         pages, and return float32 logits [len(wanted), vocab_size] of the step's tokens ``wanted`` (numbered through all
         rows). They may be overwritten by the next step."""
 
-    def best_tokens(self) -> NDArray[np.int64] | None:
+    def best_tokens(self) -> list[int] | None:
         """The column of the largest logit in each row that ``forward`` returned last, as ``argmax`` finds it; None
         where that was not computed on the way."""
 
@@ -53,8 +53,10 @@ class Forward(Protocol):
 
 @dataclass
 class _Plan:
-    """Which of a step's logits are for what."""
+    """How far a step goes, and which of its logits are for what."""
 
+    stops: NDArray[np.int64]
+    """Of each row: how many of its slot's tokens are computed after the step."""
     sampling: NDArray[np.int32]
     """Slots that come to their end and draw a token."""
     logit_rows: NDArray[np.intp]
@@ -100,7 +102,7 @@ class ModelRunner:
         slots, counts = self._apply(output)
         plan, wanted = self._plan(slots, counts)
         logits = self._forward.forward(self._table, slots, counts, wanted) if len(slots) else _NO_LOGITS
-        self._table.computed[slots] += counts
+        self._table.computed[slots] = plan.stops
         prompt_logprobs = self._prompt_logprobs(plan, logits)
         sampled_slots, token_ids, logprobs, failed = self._sample(plan, logits)
         return ModelRunnerOutput(
@@ -132,13 +134,15 @@ class ModelRunner:
         table = self._table
         starts = table.computed[slots]
         stops = starts + counts
-        ends = np.cumsum(counts, dtype=np.int32)
+        ends = counts.cumsum(dtype=np.int32)
         draws = (stops == table.length[slots]) & table.samples[slots]
-        asks = table.wants_prompt[slots] & (starts < table.num_prompt[slots])
+        asks = table.wants_prompt[slots]
+        if asks.any():
+            asks &= starts < table.num_prompt[slots]
         if not asks.any():  # the usual step
-            rows = np.flatnonzero(draws)
-            return _Plan(slots[rows], np.arange(len(rows))), ends[rows] - 1
-        plan = _Plan(slots[draws], np.zeros(0, np.intp))
+            (rows,) = draws.nonzero()
+            return _Plan(stops, slots[rows], np.arange(len(rows))), ends[rows] - 1
+        plan = _Plan(stops, slots[draws], np.zeros(0, np.intp))
         wanted: list[int] = []
         logit_rows: list[int] = []
         for row, slot in enumerate(slots.tolist()):
@@ -177,8 +181,8 @@ class ModelRunner:
     ) -> tuple[list[int], list[int], LogprobColumns | None, tuple[tuple[int, str], ...]]:
         """Draw a token for every row that came to its end; the slots' state advances by it."""
         table, slots, rows = self._table, plan.sampling, plan.logit_rows
-        failed_before = table.failed[slots]
-        if failed_before.any():
+        if table.failed:
+            failed_before = np.array([slot in table.failed for slot in slots.tolist()], dtype=np.bool_)
             gone = slots[failed_before]
             table.append(gone, np.zeros(len(gone), np.int32))
             slots, rows = slots[~failed_before], rows[~failed_before]
@@ -195,6 +199,6 @@ class ModelRunner:
             return names, token_ids, sampled.logprobs, ()
         # The scheduler may have planned a row for a failed sequence already: it goes on, with token 0.
         table.append(slots, np.array([token or 0 for token in sampled.token_ids], dtype=np.int32))
-        table.failed[[slot for slot, _ in sampled.failed]] = True
+        table.failed.update(slot for slot, _ in sampled.failed)
         drawn = [(s, token) for s, token in zip(names, sampled.token_ids, strict=True) if token is not None]
         return [s for s, _ in drawn], [token for _, token in drawn], sampled.logprobs, tuple(sampled.failed)

@@ -108,6 +108,11 @@ class _Slot:
         self.counts = (
             TokenCounts(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]) if self.has_penalties else None
         )
+        # What does not change from token to token is looked at once: these are asked at every step.
+        self._hides_ends_until = num_prompt_tokens + sampling.min_tokens if len(self.end_ids) else 0
+        self._always_changes_logits = bool(
+            self.has_penalties or self.allowed_ids is not None or self.bad_words or len(self.bias_ids)
+        )
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -116,13 +121,11 @@ class _Slot:
 
     @property
     def _hides_ends(self) -> bool:
-        return self.length - self.num_prompt_tokens < self.sampling.min_tokens and len(self.end_ids) > 0
+        return self.length < self._hides_ends_until
 
     @property
     def _changes_logits(self) -> bool:
-        if self.has_penalties or self.allowed_ids is not None or self.bad_words:
-            return True
-        return len(self.bias_ids) > 0 or self._hides_ends
+        return self._always_changes_logits or self._hides_ends
 
     def process(self, row: NDArray[np.float32]) -> NDArray[np.float32]:
         """The mask of allowed tokens, bias, penalties, the masks of bad words and of min_tokens; the row itself where
@@ -196,11 +199,9 @@ class Sampler:
         ids = np.asarray(token_ids, dtype=np.int32)
         self._slots[slot] = _Slot(sampling, choice, ids, num_prompt_tokens, self._eos_token_ids, self._vocab_size)
 
-    def sample(
-        self, slots: Sequence[int], logits: NDArray[np.float32], best: NDArray[np.int64] | None = None
-    ) -> Sampled:
+    def sample(self, slots: Sequence[int], logits: NDArray[np.float32], best: Sequence[int] | None = None) -> Sampled:
         """Draw one token for each of ``slots`` (distinct) from its row of ``logits [rows, vocab]`` and advance it.
-        ``best``: ``logits.argmax(axis=1)``, if the caller knows it.
+        ``best``: ``logits.argmax(axis=1).tolist()``, if the caller knows it.
 
         A row that nothing can be drawn from is reported and its slot stays as it was. Raises KeyError for a slot that
         was never reset.
@@ -209,13 +210,15 @@ class Sampler:
         token_ids: list[int | None] = [None] * len(states)
         greedy = [i for i, state in enumerate(states) if state.is_plain_greedy]
         if greedy:
-            # Whole arrays where all rows are greedy, as they often are: a copy of rows reads all of their logits.
-            rows: list[int] | slice = greedy if len(greedy) < len(states) else slice(None)
-            largest = logits[rows].argmax(axis=1) if best is None else best[rows]
-            values = logits[greedy, largest].tolist()
-            for i, token_id, value in zip(greedy, largest.tolist(), values, strict=True):
+            if best is None:
+                # Whole arrays where all rows are greedy, as they often are: a copy of rows reads all of their logits.
+                rows: list[int] | slice = greedy if len(greedy) < len(states) else slice(None)
+                largest: list[int] = logits[rows].argmax(axis=1).tolist()
+            else:
+                largest = [best[i] for i in greedy]
+            for i, token_id in zip(greedy, largest, strict=True):
                 # argmax finds a NaN first: such rows take the slow path.
-                if isfinite(value):
+                if isfinite(logits.item(i, token_id)):
                     token_ids[i] = token_id
         others = [i for i, token_id in enumerate(token_ids) if token_id is None]
         if others:

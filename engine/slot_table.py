@@ -30,8 +30,8 @@ class SlotTable:
         self.num_pages: NDArray[np.int64] = np.zeros(0, np.int64)
         self.samples: NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether a token is drawn at the end of what is known (max_tokens 0: never)."""
-        self.failed: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        """Sampling failed: later rows, planned before the scheduler knew, compute and yield nothing."""
+        self.failed: set[int] = set()
+        """Slots whose sampling failed: later rows, planned before the scheduler knew, compute and yield nothing."""
         self.wants_prompt: NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether log probabilities of the prompt are asked for; they are the same for every choice, the first has
         them."""
@@ -49,8 +49,9 @@ class SlotTable:
 
         Raises RuntimeError for a step that does not fit the slots' state: the two processes disagree.
         """
-        for slot in unpack_i32(output.freed_slots):
-            self.free(slot)
+        if output.freed_slots:
+            for slot in unpack_i32(output.freed_slots):
+                self.free(slot)
         for new in output.new_sequences:
             self.start(new)
             on_start(new)
@@ -61,17 +62,17 @@ class SlotTable:
             raise RuntimeError(f"step {output.step_id}: columns of different lengths")
         if not len(slots):
             return slots, counts
-        unknown = slots[slots >= len(self.active)]
-        if len(unknown) or not self.active[slots].all():
-            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {slots.tolist()}")
-        pages = np.frombuffer(output.new_pages, dtype=np.int32)
-        first = 0
-        for row in np.flatnonzero(page_counts).tolist():
-            last = first + int(page_counts[row])
-            self.add_pages(int(slots[row]), pages[first:last])
-            first = last
-        stops = self.computed[slots] + counts
-        bad = (counts < 1) | (stops > self.length[slots]) | (stops > self.num_pages[slots] * page_size)
+        if max(output_slots := slots.tolist()) >= len(self.active) or not self.active[slots].all():
+            raise RuntimeError(f"step {output.step_id}: nobody is in some of the slots {output_slots}")
+        if output.new_pages:
+            pages = np.frombuffer(output.new_pages, dtype=np.int32)
+            first = 0
+            for row in np.flatnonzero(page_counts).tolist():
+                last = first + int(page_counts[row])
+                self.add_pages(int(slots[row]), pages[first:last])
+                first = last
+        known = np.minimum(self.length[slots], self.num_pages[slots] * page_size)
+        bad = (counts < 1) | (self.computed[slots] + counts > known)
         if bad.any():
             row = int(np.argmax(bad))
             slot = int(slots[row])
@@ -93,7 +94,7 @@ class SlotTable:
         self.num_prompt[slot] = new.num_prompt_tokens
         self.num_pages[slot] = 0
         self.samples[slot] = new.max_tokens > 0
-        self.failed[slot] = False
+        self.failed.discard(slot)
         self.wants_prompt[slot] = new.sampling.prompt_logprobs >= 0 and new.choice == 0
         self.sampling[slot] = new.sampling
 
@@ -101,6 +102,7 @@ class SlotTable:
         """Forget a sequence; an unknown slot is nothing to do."""
         if slot < len(self.active):
             self.active[slot] = False
+            self.failed.discard(slot)
 
     def known_ids(self, slot: int) -> NDArray[np.int32]:
         """A view of its token ids."""
@@ -109,8 +111,9 @@ class SlotTable:
     def append(self, slots: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """One more token for each of ``slots`` (distinct)."""
         lengths = self.length[slots]
-        if len(lengths) and int(lengths.max()) >= self.ids.shape[1]:
-            self._grow(0, int(lengths.max()) + 1)
+        longest = max(lengths.tolist(), default=0)
+        if longest >= self.ids.shape[1]:
+            self._grow(0, longest + 1)
         self.ids[slots, lengths] = token_ids
         self.length[slots] = lengths + 1
 
@@ -129,7 +132,7 @@ class SlotTable:
         if rows <= len(self.active):
             return
         size = max(64, 2 * rows)
-        for name in ("active", "length", "computed", "num_prompt", "num_pages", "samples", "failed", "wants_prompt"):
+        for name in ("active", "length", "computed", "num_prompt", "num_pages", "samples", "wants_prompt"):
             column = getattr(self, name)
             wider = np.zeros(size, column.dtype)
             wider[: len(column)] = column

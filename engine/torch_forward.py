@@ -88,7 +88,7 @@ class TorchForward:
             result: NDArray[np.float32] = logits.float().numpy()
         return result
 
-    def best_tokens(self) -> NDArray[np.int64] | None:
+    def best_tokens(self) -> list[int] | None:
         """See ``model_runner.Forward``."""
         return None
 

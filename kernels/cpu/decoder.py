@@ -29,6 +29,7 @@ from ringserve.kernels.cpu.decoder_fields import (
     GATE_UP,
     GATE_UP_ROWS,
     GROUP,
+    HEAD_TILES,
     HIDDEN,
     INPUT,
     INT8,
@@ -74,11 +75,11 @@ from ringserve.kernels.cpu.decoder_fields import (
 )
 from ringserve.kernels.cpu.linear_bf16 import PANEL, bf16_block
 from ringserve.kernels.cpu.linear_int8 import int8_block
-from ringserve.kernels.cpu.llvm import load_i32, store_i64
+from ringserve.kernels.cpu.llvm import load_i32, load_i64, store_i64
 from ringserve.kernels.cpu.norm import rms_norm, rms_norm_bfloat16
 from ringserve.kernels.cpu.quantize import quantize_row
 from ringserve.kernels.cpu.rescore import rescore_row
-from ringserve.kernels.cpu.row_best import best_key
+from ringserve.kernels.cpu.row_best import best_key, key_columns
 from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch, set_operation, start_step
 from ringserve.kernels.cpu.vector_memory import load_bfloat16, store
 
@@ -237,6 +238,18 @@ def _run_tile(operation: int, tile: int, thread: int, context: Any) -> None:
         _norm(op, step, sizes, eps, tile, scratch)
 
 
+@compiled
+def _choose_best(best: int, rows: int, tiles: int) -> None:
+    """The column of each row's largest key, over its first key. ``best``: int64 [tiles, rows]."""
+    for tile in range(1, tiles):
+        for row in range(rows):
+            key = load_i64(best + 8 * (tile * rows + row))
+            if key > load_i64(best + 8 * row):
+                store_i64(best + 8 * row, key)
+    for row in range(rows):
+        store_i64(best + 8 * row, key_columns(load_i64(best + 8 * row)))
+
+
 _walk = make_walk(_run_tile)
 
 
@@ -244,13 +257,15 @@ _walk = make_walk(_run_tile)
 def run_step(
     header: int, records: int, operations: Any, step: Any, sizes: Any, eps: Any, scale: Any, level: Any, kv: Any
 ) -> None:
-    """The leader: compute the step that ``step`` describes."""
+    """The leader: compute the step that ``step`` describes. The first numbers in BEST are then the columns of the
+    largest logits, one for each row wanted."""
     epoch = next_epoch(header)
     count = operations.shape[0]
     for i in range(count):
         set_operation(records + i * RECORD, epoch, _tiles(operations[i], step, sizes))
     start_step(header)
     _walk(records, count, epoch, 0, (operations, step, sizes, eps, scale, level, kv), step[STAMPS])
+    _choose_best(step[BEST], step[NUM_WANTED], sizes[HEAD_TILES])
 
 
 @compiled

@@ -62,7 +62,7 @@ STEP_FIELDS = 16
 
 # The model's sizes.
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LD_QUERIES, COS, SIN, SCRATCH, SCRATCH_BYTES, SEGMENT = range(11)
-THREADS = 11
+THREADS, HEAD_TILES = 11, 12  # HEAD_TILES: of the output layer, one key in BEST for each and each row
 SIZE_FIELDS = 16
 
 EMBED_ROWS, NORM_ROWS = 16, 8

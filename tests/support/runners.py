@@ -32,9 +32,7 @@ class RecordingSampler(Sampler):
         super().__init__(vocab_size, eos_token_ids, num_slots)
         self.seen: dict[int, list[NDArray[np.float32]]] = {}
 
-    def sample(
-        self, slots: Sequence[int], logits: NDArray[np.float32], best: NDArray[np.int64] | None = None
-    ) -> Sampled:
+    def sample(self, slots: Sequence[int], logits: NDArray[np.float32], best: Sequence[int] | None = None) -> Sampled:
         for slot, row in zip(slots, logits, strict=True):
             self.seen.setdefault(slot, []).append(row.copy())
         return super().sample(slots, logits, best)
