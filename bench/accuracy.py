@@ -37,7 +37,6 @@ MAX_WINDOWS = 4
 PAGE_SIZE = 64
 STEP_TOKENS = 256
 SAMPLES = Path(__file__).resolve().parent / "samples" / "accuracy"
-LICENCE = Path(__file__).resolve().parents[1] / "LICENSE"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def texts(source: ModelSource) -> dict[str, list[list[int]]]:
         ids: list[int] = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
         return ids
 
-    licence = encode(LICENCE)
+    licence = encode(SAMPLES / "licence.txt")
     found = {
         "a licence": licence,
         "technical prose": encode(SAMPLES / "prose.txt"),
