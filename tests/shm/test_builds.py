@@ -106,7 +106,7 @@ def test_the_wheel_serves_every_later_python(tmp_path: Path) -> None:
 
 
 def test_the_wheel_holds_every_file_that_the_packages_read(tmp_path: Path) -> None:
-    """Modules, and what lies beside them: all but C, which is compiled, and results of benchmarks, which are written."""
+    """Modules, and what lies beside them: all but C, which is compiled, and benchmarks' results, which are written."""
     listed = subprocess.run(["git", "ls-files", *SHIPPED], cwd=REPOSITORY, check=True, capture_output=True, text=True)
     kept = [name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()]
     kept = [name for name in kept if not name.endswith((".c", ".h")) and not name.startswith("bench/results/")]
