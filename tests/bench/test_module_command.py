@@ -27,8 +27,8 @@ def numbers(module: str) -> list[tuple[str, str]]:
 
 def test_every_benchmark_that_is_a_module_takes_part() -> None:
     alone = {path.stem for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
-    assert alone - set(MODULES) <= {"busy", "gpu_check"}  # without numbers
-    assert len(MODULES) >= 9
+    assert alone - set(MODULES) <= {"busy", "gpu_check"}  # without a parser, and without numbers
+    assert len(MODULES) >= 10
     for module in MODULES:
         text = (BENCH / f"{module}.py").read_text(encoding="utf-8")
         assert not re.search(r"type=(int|float)\b", text), module
@@ -48,6 +48,25 @@ def test_no_number_may_be_none_or_negative(
             assert (caught.value.code, told.out, told.err.count("\n")) == (2, "", 1)
             assert flag in told.err
             assert f"ringserve.bench.{module} --help" in told.err
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_explains_itself(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"ringserve.bench.{module}").main()
+    assert caught.value.code == 0
+    assert f"usage: python -P -m ringserve.bench.{module}" in capsys.readouterr().out
+
+
+def test_an_overview_takes_kept_results_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringserve.bench.overview import main
+
+    (other := tmp_path / "other.json").write_text('{"summary": []}')
+    for result, words in ((tmp_path / "nowhere.json", "No such file"), (other, "no result of these benchmarks")):
+        monkeypatch.setattr(sys, "argv", ["overview", str(tmp_path / "picture.svg"), str(other), str(result)])
+        with pytest.raises(OptionError, match=words):
+            main()
 
 
 @pytest.mark.parametrize(
