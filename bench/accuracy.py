@@ -10,9 +10,7 @@ token is the same; at last these over all tokens. The texts are a licence, techn
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 from ringserve.bench.machine import describe
+from ringserve.bench.module_command import module_parser, run_module
 from ringserve.bench.report import check_writable, write_json
 from ringserve.config import ModelSource, TokenizerSettings
 from ringserve.engine.fast_decoder import FastDecoder
@@ -37,7 +36,6 @@ MAX_WINDOWS = 4
 PAGE_SIZE = 64
 STEP_TOKENS = 256
 SAMPLES = Path(__file__).resolve().parent / "samples" / "accuracy"
-LICENCE = Path(__file__).resolve().parents[1] / "LICENSE"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def texts(source: ModelSource) -> dict[str, list[list[int]]]:
         ids: list[int] = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
         return ids
 
-    licence = encode(LICENCE)
+    licence = encode(SAMPLES / "licence.txt")
     found = {
         "a licence": licence,
         "technical prose": encode(SAMPLES / "prose.txt"),
@@ -139,7 +137,7 @@ def together(text: str, parts: Sequence[Agreement]) -> Agreement:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = module_parser(__file__, __doc__)
     parser.add_argument("--model")
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result as JSON")
@@ -173,4 +171,4 @@ def _print(found: Agreement) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -10,9 +10,7 @@ up, as attention does), and a sequential read, which the processor's own prefetc
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ringserve.bench.machine import describe
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.bench.report import check_writable, write_json
+from ringserve.engine.fast_weights import MAX_HEAD_DIM
 from ringserve.engine.kv_pool import KVPool, LayerKV
 from ringserve.kernels.cpu.aligned import aligned_zeros
-from ringserve.kernels.cpu.attention_inputs import Int8Pages, Pages, QueryRows
+from ringserve.kernels.cpu.attention_inputs import MAX_ROWS, Int8Pages, Pages, QueryRows
 from ringserve.kernels.cpu.features import host_level
 from ringserve.kernels.cpu.llvm import load_i32
 from ringserve.kernels.cpu.paged_attention import LOG2_E, attend, scratch_bytes
@@ -37,6 +37,7 @@ from ringserve.kernels.cpu.paged_attention_int8 import attend_int8, scratch_byte
 from ringserve.kernels.cpu.roofs import read_range
 from ringserve.kernels.cpu.vector import add, broadcast, sum_lanes
 from ringserve.kernels.cpu.vector_memory import load, prefetch_l2
+from ringserve.options import OptionError
 
 SEQUENTIAL_BYTES = 128 << 20
 compiled = njit(nogil=True, boundscheck=False, error_model="numpy")
@@ -167,18 +168,19 @@ class Bench:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--context", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--memory", type=int, default=300 << 20, help="bytes of bfloat16 keys and values")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--heads", type=at_least_one, default=9)
+    parser.add_argument("--kv-heads", type=at_least_one, default=3)
+    parser.add_argument("--dim", type=at_least_one, default=64)
+    parser.add_argument("--page-size", type=at_least_one, default=64)
+    parser.add_argument("--sequences", type=at_least_one, default=32)
+    parser.add_argument("--context", type=at_least_one, nargs="+", default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--memory", type=at_least_one, default=300 << 20, help="bytes of bfloat16 keys and values")
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     check_writable(options.output, "--output")
+    _check_shape(options.heads, options.kv_heads, options.dim, options.page_size)
     layer = LayerKV(options.kv_heads, options.dim, options.dim)
     results = {}
     for context in options.context:
@@ -189,6 +191,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = {name: getattr(options, name) for name in ("heads", "kv_heads", "dim", "page_size", "sequences")}
         write_json(options.output, {"machine": describe(), "threads": 1, **shape, "contexts": results})
     return 0
+
+
+def _check_shape(heads: int, kv_heads: int, dim: int, page_size: int) -> None:
+    """Compiled code is told addresses only: what it was not made for, it would read and write elsewhere."""
+    if heads % kv_heads or heads // kv_heads > MAX_ROWS // 2:
+        raise OptionError(
+            f"--heads: {heads} is not a multiple of --kv-heads ({kv_heads}), at most {MAX_ROWS // 2} times"
+        )
+    if dim % 16 or not 32 <= dim <= MAX_HEAD_DIM:
+        raise OptionError(f"--dim: {dim} is not a multiple of 16 from 32 to {MAX_HEAD_DIM}")
+    if page_size % 16:
+        raise OptionError(f"--page-size: {page_size} is not a multiple of 16")
 
 
 def _print(results: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -206,4 +220,4 @@ def _print(results: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -9,7 +9,6 @@ counts. Figures: G operations/s and GB/s of weights; the read bandwidth that the
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from ringserve.bench.machine import OtherLoad, describe
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.kernels.cpu.aligned import aligned_zeros
 from ringserve.kernels.cpu.features import Level, host_level, level_name
 from ringserve.kernels.cpu.linear_bf16 import bf16_block, pack_bf16, padded, to_bf16
@@ -49,10 +49,10 @@ Layer = Callable[[int, int], None]
 
 def main() -> int:
     """Measure, print, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = module_parser(__file__, __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of the inputs")
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="default: 5")
+    parser.add_argument("--rows", type=at_least_one, nargs="+", default=list(ROWS), help="rows of the inputs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     level, load = host_level(), OtherLoad()
@@ -206,4 +206,4 @@ def _best(function: Callable[[], object], rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

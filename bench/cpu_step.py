@@ -11,9 +11,7 @@ time that its bytes or its operations take at least, whichever is more.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringserve.bench.machine import describe
+from ringserve.bench.module_command import at_least_one, at_least_zero, module_parser, run_module
 from ringserve.bench.report import check_writable, write_json
 from ringserve.engine.decoder_weights import Linear
 from ringserve.engine.fast_decoder import FastDecoder
@@ -64,15 +63,15 @@ PARTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = module_parser(__file__, __doc__)
     parser.add_argument("--model")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt step; 0: none")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=at_least_one, default=1)
+    parser.add_argument("--context", type=at_least_one, default=256)
+    parser.add_argument("--batch", type=at_least_one, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=at_least_zero, default=512, help="tokens of the prompt step; 0: none")
+    parser.add_argument("--steps", type=at_least_one, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     check_writable(options.output, "--output")
@@ -286,4 +285,4 @@ def _print(content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

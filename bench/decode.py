@@ -10,7 +10,6 @@ without requests uses no CPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -31,6 +30,7 @@ from ringserve.bench.http_client import Endpoint, HttpClient
 from ringserve.bench.load import ClosedLoop, LoadGenerator
 from ringserve.bench.machine import OtherLoad, describe, tree_seconds
 from ringserve.bench.metrics import inter_token_latencies, percentile
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.bench.prompts import Job, Turn
 from ringserve.bench.records import RequestRecord
 from ringserve.bench.server import BenchServer
@@ -40,12 +40,12 @@ from ringserve.model_source import resolve_model
 
 def main() -> int:
     """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--requests", type=at_least_one, default=8)
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=128)
+    parser.add_argument("--output-tokens", type=at_least_one, default=64)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--threads", type=at_least_one, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -173,4 +173,4 @@ def mean_of(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -28,6 +28,7 @@ import uvloop
 
 from ringserve.bench.machine import OtherLoad, describe, tree_seconds
 from ringserve.bench.metrics import percentile
+from ringserve.bench.module_command import at_least_one, module_parser, positive, run_module
 from ringserve.bench.server import BenchServer
 
 SETTLE = 3.0
@@ -148,15 +149,15 @@ async def measure(case: Case, server: BenchServer, options: argparse.Namespace) 
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=8000)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of the streams without the prompt")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--large-budget", type=int, default=2048)
-    parser.add_argument("--target-itl-ms", type=float, help=f"default: {TARGET} times the streams' p99 alone")
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--streams", type=at_least_one, default=8)
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=8000)
+    parser.add_argument("--seconds", type=positive, default=15.0, help="of the streams without the prompt")
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--large-budget", type=at_least_one, default=2048)
+    parser.add_argument("--target-itl-ms", type=positive, help=f"default: {TARGET} times the streams' p99 alone")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=at_least_one)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if "adaptive" in options.cases and "default" not in options.cases and options.target_itl_ms is None:
@@ -192,4 +193,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ringserve.bench.module_command import module_parser, run_module
+from ringserve.bench.report import check_writable
+from ringserve.options import OptionError
 
-def main(picture: Path, decoded: Path, compared: Sequence[Path]) -> int:
+
+def draw(picture: Path, decoded: Path, compared: Sequence[Path]) -> None:
     """Draw ``picture`` from a result of ``bench.decode`` and some of ``bench compare``, each at points of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not always installed
     from matplotlib.figure import Figure
@@ -39,8 +42,24 @@ def main(picture: Path, decoded: Path, compared: Sequence[Path]) -> int:
     axes.legend()
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(picture)
+
+
+def main() -> int:
+    """Read the results and draw them."""
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("picture", type=Path, help="the file to draw")
+    parser.add_argument("decoded", type=Path, help="a result of `bench.decode`")
+    parser.add_argument("compared", type=Path, nargs="+", help="results of `ringserve bench compare`")
+    options = parser.parse_args()
+    check_writable(options.picture, "picture")
+    try:
+        draw(options.picture, options.decoded, options.compared)
+    except OSError as error:
+        raise OptionError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, LookupError) as error:  # not JSON, or another benchmark's
+        raise OptionError(f"no result of these benchmarks: {type(error).__name__}: {error}") from None
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), [Path(path) for path in sys.argv[3:]]))
+    run_module(main)

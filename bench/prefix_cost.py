@@ -8,10 +8,8 @@ each call into the prefix cache and around everything.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import torch
 
 from ringserve.actor import ActorContext
 from ringserve.bench.machine import describe
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.bench.scheduler_cost import clock_cost
 from ringserve.config import ExecutorConfig, ExecutorSettings
 from ringserve.engine.executor import Executor
@@ -129,11 +128,11 @@ def measure(sequences: int, prompt_tokens: int, output_tokens: int, rounds: int)
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--sequences", type=at_least_one, default=8)
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=256)
+    parser.add_argument("--output-tokens", type=at_least_one, default=64)
+    parser.add_argument("--rounds", type=at_least_one, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = measure(options.sequences, options.prompt_tokens, options.output_tokens, options.rounds)
@@ -144,4 +143,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -13,7 +13,6 @@ The time of one reading of the clock is measured and taken off.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -27,6 +26,7 @@ from typing import Any
 import msgspec
 
 from ringserve.bench.machine import describe
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.config import SchedulerConfig
 from ringserve.engine.scheduler import Scheduler
 from ringserve.engine.scheduler_outputs import pack_token_outputs
@@ -165,11 +165,11 @@ def measure(subjects: dict[str, Subject], steps: int) -> dict[str, dict[str, flo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=300)
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--sequences", type=at_least_one, default=256)
+    parser.add_argument("--contexts", type=at_least_one, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--page-size", type=at_least_one, default=16)
+    parser.add_argument("--steps", type=at_least_one, default=300)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
 
@@ -199,4 +199,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -8,7 +8,6 @@ Eight streams decode on the default model. Beside them come, one run each: nothi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -23,6 +22,7 @@ import uvloop
 from ringserve.bench.decode import ask_all
 from ringserve.bench.machine import describe
 from ringserve.bench.metrics import inter_token_latencies
+from ringserve.bench.module_command import at_least_one, module_parser, run_module
 from ringserve.bench.server import BenchServer
 
 STREAMS = 8
@@ -33,9 +33,9 @@ SETTLE = 2.0
 
 def main() -> int:
     """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-tokens", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = module_parser(__file__, __doc__)
+    parser.add_argument("--output-tokens", type=at_least_one, default=600)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     cases: dict[str, Callable[[httpx.AsyncClient, str], Awaitable[httpx.Response]] | None] = {
@@ -124,4 +124,4 @@ async def post_prompt(client: httpx.AsyncClient, model: str, size: int) -> httpx
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

@@ -124,8 +124,9 @@ class PromptEncoder:
         return ids
 
     def bad_word_ids(self, words: Sequence[str], limits: PromptLimits) -> list[list[int]]:
-        """The sequences of tokens that stand for words, as vLLM chooses them: each word at the beginning of a text and,
-        where that is another sequence of as many tokens, after a space.
+        """The sequences of tokens that stand for words: each word at the beginning of a text and, where that is another
+        sequence, after a space. vLLM takes the second only where it has as many tokens; but a word that is one token
+        after a space is often two or three without, and would be generated.
 
         Raises:
             PromptError: a word has no token, or one that the model has not.
@@ -138,7 +139,7 @@ class PromptEncoder:
                 raise PromptError(f"bad_words: no token stands for {word[:100]!r}.", "bad_words")
             self._check_range([*plain.ids, *spaced.ids], limits, "bad_words")
             sequences.append(plain.ids)
-            if len(spaced.ids) == len(plain.ids) and spaced.ids[0] != plain.ids[0]:
+            if spaced.ids != plain.ids:
                 sequences.append(spaced.ids)
         return sequences
 

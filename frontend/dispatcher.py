@@ -122,7 +122,11 @@ class Dispatcher:
                 targets=plan.targets,
                 session=plan.session,
             )
-            self._send(request)  # first: what cannot be sent must not stay in the journal
+            try:
+                self._send(request)  # first: what cannot be sent must not stay in the journal
+            except Exception:
+                self.cancel(call, ClientGone())  # nor must the prompts before it be computed for nobody
+                raise
             call.entries.append(self._journal.open(request, call, index * plan.n))
         self._flush_soon()
         return call

@@ -172,6 +172,7 @@ class Protocol(HttpToolsProtocol):
         self._running = cycle
         if cycle.scope["http_version"] < "1.1":
             cycle.keep_alive = False
+            cycle.waiting_for_100_continue = False  # to be ignored in HTTP/1.0 (RFC 9110, section 10.1.1)
             app = UntilClose(app, cycle)
         super()._start_asgi_task(cycle, app)
 

@@ -230,6 +230,8 @@ def _check(config: ServeConfig) -> None:
     block = config.executor.block_size
     if block is not None and (block & (block - 1) or not 8 <= block <= 128):
         raise OptionError(f"--block-size: {block} is not a power of two from 8 to 128")
+    if not config.frontend.host.strip():
+        raise OptionError("--host: an address to listen on is missing; 0.0.0.0 stands for all of this machine's")
     capacity = config.transport.ring_capacity
     if capacity & (capacity - 1):
         raise OptionError(f"--ring-capacity: {capacity} is not a power of two")

@@ -156,6 +156,9 @@ def _body(params: SamplingParams) -> CompletionBody:
     if isinstance(bias, Mapping):
         values["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
     for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        if isinstance(values[name], Iterator):
+            # Checked here and read again for every prompt: from the second time on nothing would be left of it.
+            raise ValueError(f"{name} must be a list, not what can be read only once ({type(values[name]).__name__})")
         if isinstance(values[name], Iterable) and not isinstance(values[name], str):
             values[name] = list(values[name])
     prompt_logprobs = values.pop("prompt_logprobs")

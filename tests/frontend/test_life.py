@@ -347,6 +347,29 @@ def test_what_no_message_can_carry_is_an_answer(error: type[ShmError], status: i
         assert not any(frontend.statistics().values())
 
 
+@pytest.mark.parametrize("error", [MessageTooLarge, ChannelOverflow, OverflowError])
+@pytest.mark.parametrize("sent", [0, 1, 4])
+def test_a_prompt_that_cannot_be_sent_takes_those_before_it_along(error: type[Exception], sent: int) -> None:
+    """Nobody waits for the answers of a request that was refused."""
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+        fake, count = frontend.fake, 0
+        fake.hold, original = True, fake.send
+
+        def send(message: Any) -> None:
+            nonlocal count
+            if isinstance(message, GenerateRequest):
+                if count == sent:
+                    raise error
+                count += 1
+            original(message)
+
+        fake.send = send  # type: ignore[method-assign]  # a planted fault
+        answer = http.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 400, "n": 2})
+        assert answer.status_code == {MessageTooLarge: 413, ChannelOverflow: 503, OverflowError: 500}[error]
+        frontend.wait_until(lambda: not any(frontend.actor.dispatcher.statistics().values()))
+        assert len(fake.of_kind(Abort)) == sent
+
+
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"model": MODEL, "prompt": "a b c"}).json()
     assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 1, 2], "token_strs": None}

@@ -225,6 +225,20 @@ def test_an_old_client_gets_whole_answers(frontend: RunningFrontend, path: str, 
     assert b"transfer-encoding" not in head.lower()
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_old_client_is_not_asked_to_continue(frontend: RunningFrontend, path: str, stream: bool) -> None:
+    """HTTP/1.0 knows no interim answers: one would be taken for the answer itself. HTTP/1.1 gets it."""
+    body = chat_body(stream=stream) if path == CHAT else {"prompt": "a", "max_tokens": 3, "stream": stream}
+    statuses = []
+    for version in ("1.0", "1.1"):
+        client = RawClient(frontend)
+        client.post(path, body, "Expect: 100-continue\r\nConnection: close\r\n", version)
+        statuses.append(client.read_all().split(b" ", 2)[1])
+        client.close()
+    assert statuses == [b"200", b"100"]
+
+
 def test_keep_alive_comments_once_the_stream_has_started() -> None:
     with RunningFrontend(streams=StreamSettings(keep_alive_interval=0.05)) as frontend:
         frontend.fake.hold = True

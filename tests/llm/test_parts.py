@@ -70,6 +70,8 @@ from ringserve.offline.sampling_params import _ANY_ENGINE, engine_params
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: "a"}),
         ("skip_special_tokens", "no"),
+        # Read when they are checked, and empty for every prompt.
+        *((name, iter(["a"])) for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: Any) -> None:

@@ -50,6 +50,8 @@ def test_values_from_a_file_have_types(tmp_path: Path) -> None:
         ({"swap_space": "-1"}, "--swap-space"),
         ({"swap_space": "much"}, "'much' is not a size such as"),
         ({"api_key": [""]}, "--api-key"),
+        ({"host": ""}, "--host: an address to listen on is missing"),
+        ({"host": " "}, "--host: an address to listen on is missing"),
         ({"revision": "main"}, "--revision: needs a hub MODEL"),
         ({"chat_template": "/nowhere/template.jinja"}, "--chat-template: /nowhere/template.jinja: no such file"),
         ({"shutdown_timeout": "-1"}, "--shutdown-timeout"),

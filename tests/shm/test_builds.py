@@ -105,6 +105,19 @@ def test_the_wheel_serves_every_later_python(tmp_path: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ringserve"}
 
 
+def test_the_wheel_holds_every_file_that_the_packages_read(tmp_path: Path) -> None:
+    """Modules, and what lies beside them: all but C, which is compiled, and benchmarks' results, which are written."""
+    listed = subprocess.run(["git", "ls-files", *SHIPPED], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    kept = [name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()]
+    kept = [name for name in kept if not name.endswith((".c", ".h")) and not name.startswith("bench/results/")]
+    assert any(not name.endswith((".py", "py.typed")) for name in kept)
+    with zipfile.ZipFile(build_wheel(tmp_path, "false")) as wheel:
+        names = set(wheel.namelist())
+        assert {f"ringserve/{name.removeprefix('ringserve/')}" for name in kept} <= names
+        for name in kept:
+            assert wheel.read(f"ringserve/{name.removeprefix('ringserve/')}") == (REPOSITORY / name).read_bytes(), name
+
+
 def test_installing_without_a_compiler_works(tmp_path: Path) -> None:
     """What such a wheel installs passes the channel's functional tests over sockets."""
     wheel = build_wheel(tmp_path, "false")
