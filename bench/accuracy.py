@@ -1,4 +1,4 @@
-"""What rounding does to the default model's distribution: the fast path against float32, on six texts.
+"""What rounding does to the default model's distribution: the fast path, or another, against float32, on six texts.
 
     python -P -m ringserve.bench.accuracy --quantization int8 --output bench/results/accuracy-int8.json
 
@@ -11,7 +11,7 @@ token is the same; at last these over all tokens. The texts are a licence, techn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ringserve.bench.machine import describe
 from ringserve.bench.module_command import module_parser, run_module
 from ringserve.bench.report import check_writable, write_json
 from ringserve.config import ModelSource, TokenizerSettings
+from ringserve.engine.dtypes import DType
 from ringserve.engine.fast_decoder import FastDecoder
 from ringserve.engine.fast_packing import Packer
 from ringserve.engine.fast_startup import prepare_fast
@@ -30,6 +31,7 @@ from ringserve.engine.model_loader import load_model
 from ringserve.engine.self_check import eager_logits
 from ringserve.engine.tokenizer_loader import load_tokenizer
 from ringserve.model_source import resolve_model
+from ringserve.options import OptionError
 
 NUM_TOKENS = 512
 MAX_WINDOWS = 4
@@ -76,22 +78,33 @@ def windows(ids: Sequence[int]) -> Iterator[list[int]]:
         yield list(ids[start : start + NUM_TOKENS])
 
 
-def measure(source: ModelSource, quantization: str, chosen: Sequence[str] = ()) -> Iterator[Agreement]:
-    """Text after text, all or the ``chosen`` ones. Needs room for the model in float32 and packed."""
-    exact = load_model(source, "float32", lambda stage, fraction: None)
+Compute = Callable[[Sequence[int]], torch.Tensor]
+"""Token ids -> the log probabilities of what follows each, float64 [tokens, vocab_size]."""
+
+
+def fast_path(source: ModelSource, quantization: str) -> Compute:
+    """The default model's way to its tokens."""
     loaded = load_model(source, "bfloat16", lambda stage, fraction: None)
     packer = Packer(quantization)
     model = prepare_fast(loaded, quantization, PAGE_SIZE, NUM_TOKENS, 1 << 62, lambda *_: None, packer=lambda: packer)
     pool = KVPool(model.layers, 1 + NUM_TOKENS // PAGE_SIZE, PAGE_SIZE, "bfloat16")
     decoder = model.decoder(pool, 1, STEP_TOKENS, NUM_TOKENS)
+    return lambda ids: log_probabilities(decoder, ids)
+
+
+def eager(source: ModelSource, dtype: DType) -> Compute:
+    """transformers' own pass."""
+    model = load_model(source, dtype, lambda stage, fraction: None).model
+    return lambda ids: eager_logits(model, [torch.tensor(ids)])[0].double().log_softmax(-1)
+
+
+def measure(source: ModelSource, compute: Compute, chosen: Sequence[str] = ()) -> Iterator[Agreement]:
+    """Text after text, all or the ``chosen`` ones. Needs room for the model in float32 beside ``compute``'s."""
+    exact = eager(source, "float32")
     for name, parts in texts(source).items():
         if chosen and name not in chosen:
             continue
-        found = []
-        for ids in parts:
-            reference = eager_logits(exact.model, [torch.tensor(ids)])[0].double().log_softmax(-1)
-            found.append(agreement(name, ids, reference, log_probabilities(decoder, ids)))
-        yield together(name, found)
+        yield together(name, [agreement(name, ids, exact(ids), compute(ids)) for ids in parts])
 
 
 def log_probabilities(decoder: FastDecoder, ids: Sequence[int]) -> torch.Tensor:
@@ -139,13 +152,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the result."""
     parser = module_parser(__file__, __doc__)
     parser.add_argument("--model")
-    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--quantization", choices=("none", "int8"), help="of the fast path (default: int8)")
+    parser.add_argument(
+        "--model-impl",
+        choices=("fast", "transformers"),
+        default="fast",
+        help="transformers: its own code in bfloat16, for comparison",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result as JSON")
     options = parser.parse_args(arguments)
+    plain = options.model_impl == "transformers"
+    if plain and options.quantization == "int8":
+        raise OptionError("--quantization int8 is for --model-impl fast; leave one of them out")
     check_writable(options.output, "--output")
     torch.set_num_threads(1)
+    source = resolve_model(options.model, None, None)
+    quantization = "none" if plain else options.quantization or "int8"
+    compute = eager(source, "bfloat16") if plain else fast_path(source, quantization)
     results: list[Agreement] = []
-    for found in measure(resolve_model(options.model, None, None), options.quantization):
+    for found in measure(source, compute):
         results.append(found)
         _print(found)
     results.append(together("all", results))
@@ -155,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output,
             {
                 "machine": describe(),
-                "quantization": options.quantization,
+                "model_impl": options.model_impl,
+                "quantization": quantization,
                 "texts": [vars(found) for found in results],
             },
         )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from engine_core import default_model
 
-from ringserve.bench.accuracy import NUM_TOKENS, Agreement, agreement, measure, texts, together
+from ringserve.bench.accuracy import NUM_TOKENS, Agreement, agreement, fast_path, main, measure, texts, together
+from ringserve.options import OptionError
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -40,7 +41,7 @@ def test_parts_are_weighed_by_their_tokens() -> None:
 def test_int8() -> None:
     """A mean KL of at most 0.01 on every text, and the same best token for 97.5 % of all tokens (98.0 measured)."""
     torch.set_num_threads(1)
-    results = list(measure(default_model(), "int8"))
+    results = list(measure(default_model(), fast_path(default_model(), "int8")))
     assert len(results) == 6
     assert all(found.mean_kl <= 0.01 for found in results)
     assert together("all", results).same_best >= 0.975
@@ -51,6 +52,13 @@ def test_int8() -> None:
 @pytest.mark.slow
 def test_bfloat16() -> None:
     torch.set_num_threads(1)
-    for found in measure(default_model(), "none", ["a licence", "256 tokens of a licence, twice"]):
+    for found in measure(
+        default_model(), fast_path(default_model(), "none"), ["a licence", "256 tokens of a licence, twice"]
+    ):
         assert found.mean_kl <= 0.0005
         assert found.same_best >= 0.98
+
+
+def test_what_does_not_go_together() -> None:
+    with pytest.raises(OptionError, match="--quantization int8 is for --model-impl fast"):
+        main(["--model-impl", "transformers", "--quantization", "int8"])
