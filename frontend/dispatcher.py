@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 Reply = TokenizeResult | DetokenizeResult | IntegrityReport | SessionList | SessionDropped
 
 
+ABORT_AGAIN_AFTER = 0.1
+"""Seconds."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What an HTTP request asks the engine for: the same for each of its prompts."""
@@ -136,15 +140,11 @@ class Dispatcher:
         if call.closed:
             return
         call.closed = True
-        aborted = False
         for entry in call.entries:
             entry.sink = None
             if entry.unfinished and not entry.aborted:
                 entry.aborted = True
-                self._outbox.send(Abort(entry.request.request_id))
-                aborted = True
-        if aborted:
-            self._flush_soon()
+                self._abort(entry.request.request_id)
         call.sink.fail(error)
         call.sink.wake()
 
@@ -207,6 +207,15 @@ class Dispatcher:
             text = f"The request queue is full: {self._journal.choices_in_flight} choices of {self.max_choices}."
             raise overloaded(text, min(max(0.1, wait), 60.0), self._overload_status, wait)
 
+    def _abort(self, request_id: int) -> None:
+        """However full the way is: what finds no room is sent later."""
+        try:
+            self._outbox.send(Abort(request_id))
+        except ChannelOverflow:
+            asyncio.get_running_loop().call_later(ABORT_AGAIN_AFTER, self._abort, request_id)
+        else:
+            self._flush_soon()
+
     def _send(self, message: FrontendMessage) -> None:
         """Raises 413 or 503 for what no message can carry, or none now."""
         try:
@@ -232,8 +241,7 @@ class Dispatcher:
             self._flush_soon()
             return await future
         except asyncio.CancelledError:  # whoever asked is gone: nothing need be worked out for it
-            self._outbox.send(Abort(request_id))
-            self._flush_soon()
+            self._abort(request_id)
             raise
         finally:
             self._replies.pop(request_id, None)

@@ -370,6 +370,26 @@ def test_a_prompt_that_cannot_be_sent_takes_those_before_it_along(error: type[Ex
         assert len(fake.of_kind(Abort)) == sent
 
 
+def test_an_abort_that_finds_no_room_is_sent_again() -> None:
+    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
+        fake, refused = frontend.fake, 0
+        fake.hold, original = True, fake.send
+
+        def send(message: Any) -> None:
+            nonlocal refused
+            if isinstance(message, Abort) and refused < 2:
+                refused += 1
+                raise ChannelOverflow
+            original(message)
+
+        fake.send = send  # type: ignore[method-assign]  # a planted fault
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(CHAT, json=chat_body(), timeout=0.3)  # the client leaves
+        frontend.wait_until(lambda: len(fake.of_kind(Abort)) == 1)
+        frontend.wait_until(lambda: not any(frontend.actor.dispatcher.statistics().values()))
+        assert refused == 2
+
+
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"model": MODEL, "prompt": "a b c"}).json()
     assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 1, 2], "token_strs": None}
