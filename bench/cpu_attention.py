@@ -44,7 +44,7 @@ compiled = njit(nogil=True, boundscheck=False, error_model="numpy")
 """Not kept on disk: what lies there is known by the kernels' sources alone."""
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def attend_all(
     level: Any, sizes: Any, layers: Any, tables: Any, queries: int, scale: Any, scratch: int, int8: bool
 ) -> None:
@@ -71,7 +71,7 @@ def attend_all(
                     attend(level, rows, pages, scratch, following)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def read_pages(starts: Any, size: int) -> Any:
     """Add up ``size`` bytes at each address; the next one's are asked for meanwhile."""
     zero = broadcast(np.float32(0))

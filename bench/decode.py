@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import torch
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 
 from ringserve.bench.bodies import BodyBuilder
+from ringserve.bench.hops import hop_sums, mean_microseconds
 from ringserve.bench.http_client import Endpoint, HttpClient
 from ringserve.bench.load import ClosedLoop, LoadGenerator
 from ringserve.bench.machine import OtherLoad, describe, tree_seconds
@@ -71,12 +71,12 @@ def main() -> int:
             plain_rates.append(plain.answer(prompts, options.output_tokens))
             progress.advance(task)
             progress.update(task, description="ringserve")
-            before, load, own = hop_sums(server.url), OtherLoad(), time.process_time() + tree_seconds(server.pids())
+            before, load, own = read_hops(server.url), OtherLoad(), time.process_time() + tree_seconds(server.pids())
             started = time.perf_counter()
             streams += uvloop.run(ask_all(server, prompts, options.output_tokens))
             served_rates.append(options.requests * options.output_tokens / (time.perf_counter() - started))
             others.append(load.cores(time.process_time() + tree_seconds(server.pids()) - own))
-            hops.append(difference(before, hop_sums(server.url)))
+            hops.append(mean_microseconds(before, read_hops(server.url)))
             progress.advance(task)
     gaps = [gap for stream in streams for gap in inter_token_latencies(stream)]
     result = {
@@ -147,24 +147,9 @@ async def ask_all(server: BenchServer, prompts: Sequence[Sequence[int]], output_
     return generator.records
 
 
-def hop_sums(url: str) -> dict[str, tuple[float, float]]:
-    """(seconds, count) of each hop so far."""
-    found: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
-        if family.name == "ringserve_hop_seconds":
-            for sample in family.samples:
-                found.setdefault(sample.labels["hop"], {})[sample.name.rpartition("_")[2]] = sample.value
-    return {hop: (parts["sum"], parts["count"]) for hop, parts in found.items()}
-
-
-def difference(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Mean microseconds of each hop between two readings."""
-    means = {}
-    for hop, (seconds, count) in after.items():
-        old_seconds, old_count = before.get(hop, (0.0, 0.0))
-        if count > old_count:
-            means[hop] = (seconds - old_seconds) / (count - old_count) * 1e6
-    return means
+def read_hops(url: str) -> dict[str, tuple[float, float]]:
+    """See ``hops.hop_sums``."""
+    return hop_sums(httpx.get(f"{url}/metrics").text)
 
 
 def mean_of(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

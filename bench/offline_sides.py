@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.bench.bodies import BodyBuilder
+from ringserve.bench.hops import hop_sums, mean_microseconds
 from ringserve.bench.http_client import HttpClient
 from ringserve.bench.load import ClosedLoop, LoadGenerator
 from ringserve.bench.measure import ServerUnusable
@@ -100,7 +100,7 @@ class Server:
             ttft_ms_p50=metrics.ttft_ms.p50 if metrics.ttft_ms is not None else 0.0,
             tpot_ms_p50=metrics.tpot_ms.p50 if metrics.tpot_ms is not None else None,
             cpu_seconds=used,
-            hops_us=_means(hops, self._hop_sums()),
+            hops_us=mean_microseconds(hops, self._hop_sums()),
         )
 
     async def _send(self, builder: BodyBuilder, jobs: Sequence[Job]) -> list[RequestRecord]:
@@ -120,22 +120,3 @@ class Server:
         except httpx.HTTPError as error:
             raise ServerUnusable(f"/metrics: {error}\n{self._server.last_output()}".rstrip()) from None
         return hop_sums(answer.text)
-
-
-def hop_sums(exposition: str) -> dict[str, tuple[float, float]]:
-    """(seconds, count) by hop, from the text of /metrics."""
-    found: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(exposition):
-        if family.name == "ringserve_hop_seconds":
-            for sample in family.samples:
-                found.setdefault(sample.labels["hop"], {})[sample.name.rpartition("_")[2]] = sample.value
-    return {hop: (parts["sum"], parts["count"]) for hop, parts in found.items()}
-
-
-def _means(before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    means = {}
-    for hop, (seconds, count) in after.items():
-        old_seconds, old_count = before.get(hop, (0.0, 0.0))
-        if count > old_count:
-            means[hop] = (seconds - old_seconds) / (count - old_count) * 1e6
-    return means

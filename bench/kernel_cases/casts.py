@@ -1,7 +1,7 @@
 """Whether bfloat16 means the same to the interpreter (or the device) as to torch."""
 
 # Kernels have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call"
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels that write pages: RoPE with the KV write, quantisation, page copies."""
 
 # Kernels have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call"
 
 from __future__ import annotations
 

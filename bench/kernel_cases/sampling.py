@@ -1,7 +1,7 @@
 """Sampling kernels against the definition and against the CPU's sampler."""
 
 # Kernels have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call"
 
 from __future__ import annotations
 

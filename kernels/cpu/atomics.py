@@ -17,7 +17,7 @@ from ringserve.kernels.cpu.llvm import I64, address, call
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_acquire(context: Any, p: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.load_atomic(address(b, args[0], 0, I64), "acquire", 8)
@@ -25,7 +25,7 @@ def load_acquire(context: Any, p: Any) -> Any:
     return types.int64(types.int64), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_release(context: Any, p: Any, value: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         b.store_atomic(args[1], address(b, args[0], 0, I64), "release", 8)
@@ -34,7 +34,7 @@ def store_release(context: Any, p: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fetch_add(context: Any, p: Any, value: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.atomic_rmw("add", address(b, args[0], 0, I64), args[1], "acq_rel")
@@ -42,7 +42,7 @@ def fetch_add(context: Any, p: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def compare_exchange(context: Any, p: Any, expected: Any, new: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         pair = b.cmpxchg(address(b, args[0], 0, I64), args[1], args[2], "acq_rel", "acquire")
@@ -51,7 +51,7 @@ def compare_exchange(context: Any, p: Any, expected: Any, new: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pause(context: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         if IS_X86:
@@ -63,7 +63,7 @@ def pause(context: Any) -> Any:
     return types.void(), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def read_clock(context: Any) -> Any:
     """The processor's cycle (or time stamp) counter."""
 

@@ -64,27 +64,27 @@ class Int8Pages(NamedTuple):
     dim: int
 
 
-@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+@register_jitable(forceinline=True)
 def last_position(rows: QueryRows) -> int:
     """Of the rows' tokens."""
     return rows.position + (rows.num_rows - 1) // rows.group
 
 
-@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+@register_jitable(forceinline=True)
 def span_bounds(rows: QueryRows, page_size: int, span: int) -> tuple[int, int]:
     """The first page of a span that some row sees, and the last position."""
     first = max(first_page(rows.position, rows.window, page_size), span * SPAN // page_size)
     return first, min(last_position(rows), (span + 1) * SPAN - 1)
 
 
-@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+@register_jitable(forceinline=True)
 def keys_seen(rows: QueryRows, row: int, base: int) -> tuple[int, int]:
     """[first, last) of the keys that a row sees, counted from position ``base``; they may lie beyond its page."""
     position = rows.position + row // rows.group
     return position - rows.window + 1 - base if rows.window > 0 else 0, position + 1 - base
 
 
-@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+@register_jitable(forceinline=True)
 def largest_score(scores: int, vectors: int, first: int, last: int) -> Any:
     """Of a row's ``16 * vectors`` scores of a page, at least ``LOWEST``; those outside [first, last) become -inf."""
     top = broadcast(np.float32(LOWEST))

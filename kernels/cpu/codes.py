@@ -64,7 +64,7 @@ store_split_unsigned = _make_store_split(0)
 """The same for 0 .. 65535, both parts uint8."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def larger_or_nan(context: Any, left: Any, right: Any) -> Any:
     """The larger of each lane of numbers that are not negative; NaN where one is NaN: as bits, NaN is above all."""
 
@@ -75,7 +75,7 @@ def larger_or_nan(context: Any, left: Any, right: Any) -> Any:
     return vector(vector, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def largest_or_nan(context: Any, value: Any) -> Any:
     """The largest lane of numbers that are not negative; NaN where one is NaN."""
 

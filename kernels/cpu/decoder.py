@@ -84,12 +84,12 @@ from ringserve.kernels.cpu.team import RECORD, await_step, make_walk, next_epoch
 from ringserve.kernels.cpu.vector_memory import load_bfloat16, store
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _blocks(n: Any, size: Any) -> Any:
     return (n + size - 1) // size
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _tiles(op: Any, step: Any, sizes: Any) -> Any:
     """Into how many tiles an operation is cut in this step."""
     kind = op[KIND]

@@ -67,26 +67,26 @@ class _Segment(NamedTuple):
     """Address of the sequence's page numbers, int32."""
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _read_segment(at: int) -> _Segment:
     return _Segment(load_i64(at), load_i64(at + 8), load_i64(at + 16), load_i64(at + 24))
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _query_rows(op: Any, sizes: Any, segment: _Segment, kv_head: int, scale: Any) -> QueryRows:
     group = sizes[HEADS] // sizes[KV_HEADS]
     queries = op[QUERIES] + 2 * sizes[HEAD_DIM] * group * (kv_head * sizes[LD_QUERIES] + segment.token)
     return QueryRows(queries, segment.num_tokens * group, group, segment.position, op[WINDOW], scale)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _pages(op: Any, sizes: Any, table: int, kv_head: int) -> Pages:
     kv_heads, page_size, dim = sizes[KV_HEADS], sizes[PAGE_SIZE], sizes[HEAD_DIM]
     first = 2 * dim * page_size * kv_head
     return Pages(op[KEYS] + first, op[VALUES] + first, table, kv_heads, page_size, dim)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _int8_pages(op: Any, sizes: Any, table: int, kv_head: int) -> Int8Pages:
     kv_heads, page_size, dim = sizes[KV_HEADS], sizes[PAGE_SIZE], sizes[HEAD_DIM]
     first = page_size * kv_head

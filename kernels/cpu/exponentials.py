@@ -52,7 +52,7 @@ def exp2_lanes(b: Any, x: Any) -> Any:
     return _scale(b, value, whole, x, b.fcmp_ordered("<", x, low))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp2(context: Any, value: Any) -> Any:
     """2**value; see ``exp2_lanes``."""
 
@@ -62,7 +62,7 @@ def exp2(context: Any, value: Any) -> Any:
     return vector(vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp2_coarse(context: Any, level: Any, value: Any) -> Any:
     """2**value for value <= 127 with a relative error below 3e-6, less than a bfloat16 shows; 0 far below."""
     native = has_avx512(level)
@@ -78,7 +78,7 @@ def exp2_coarse(context: Any, level: Any, value: Any) -> Any:
     return vector(level, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def silu_multiply(context: Any, gate: Any, up: Any) -> Any:
     """gate / (1 + exp(-gate)) * up."""
 

@@ -82,7 +82,7 @@ def pack_bf16(weight: NDArray[np.uint16], zeros: Zeros = aligned_zeros) -> NDArr
     return packed
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
     """The register tile for 1 to ``ROWS`` rows and one panel. Addresses, and strides in bytes:
 

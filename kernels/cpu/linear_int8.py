@@ -127,7 +127,7 @@ def pack_int8(
     return packed, scales
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _tile(context: Any, level: Any, rows: Any, numbers: Any) -> Any:
     """The register tile for 1 to ``ROWS`` rows and one panel. Addresses, and strides in bytes:
 

@@ -214,7 +214,7 @@ def incoming(phis: list[Any], values: list[Any], block: Any) -> None:
         phi.add_incoming(value, block)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stack_floats_384(context: Any) -> Any:
     """The address of 384 float32 (aligned to 64 bytes) in the caller's frame: valid until the caller returns."""
 
@@ -232,7 +232,7 @@ def prefetch_line(b: Any, base: Any, offset: int | Any, locality: int = 3) -> No
     call(b, "llvm.prefetch.p0", ir.VoidType(), [address(b, base, offset, I8), *one])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def f32_bits(context: Any, x: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.bitcast(args[0], I32)
@@ -240,7 +240,7 @@ def f32_bits(context: Any, x: Any) -> Any:
     return types.int32(types.float32), gen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_f32(context: Any, bits: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.bitcast(args[0], F32)

@@ -62,7 +62,7 @@ class _Scratch(NamedTuple):
     """Two states of ``MAX_ROWS`` rows (``attention_spans``)."""
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _layout(scratch: int, page_size: int) -> _Scratch:
     weights = scratch + MAX_ROWS * 4 * page_size
     factors = weights + MAX_ROWS * 2 * page_size

@@ -90,7 +90,7 @@ class _Scratch(NamedTuple):
     """Two states of ``MAX_ROWS`` rows (``attention_spans``)."""
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _layout(scratch: int, page_size: int, dim: int) -> _Scratch:
     scales, four = scratch + MAX_ROWS * 2 * dim, MAX_ROWS * 4
     scores = scales + 4 * four

@@ -27,7 +27,7 @@ from ringserve.kernels.cpu.product_tiles import addresses, emit_tiles, load_colu
 HEIGHTS = (1, 2, 3, 6)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _tile(context: Any, level: Any, height: Any, width: Any, factor: Any, numbers: Any) -> Any:
     """``height`` x ``16 * width`` outputs in registers, from row ``row`` on:
 

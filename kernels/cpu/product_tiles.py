@@ -17,7 +17,7 @@ INTO_L2 = 2
 """How near what comes next is fetched: many more lines can be under way to L2 than to L1."""
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def next_width(vectors: Any) -> Any:
     """Vectors of the next tile, where so many are left."""
     return 4 if vectors >= 4 else (2 if vectors >= 2 else 1)

@@ -137,7 +137,7 @@ def _emit_tile(
 _key_tile, _value_tile = _make_tile(True), _make_tile(False)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _next_height(rows: Any) -> Any:
     return 3 if rows == 3 or rows > 4 else min(rows, 2)  # 4 as 2 + 2
 

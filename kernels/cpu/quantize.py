@@ -134,7 +134,7 @@ def _signs() -> NDArray[np.float32]:
     return np.array([-1.0 if _SIGNS >> i & 1 else 1.0 for i in range(GROUP)], np.float32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _quantize_group(context: Any, x: Any, factors: Any, q: Any, scale: Any) -> Any:
     """One group: 64 float32 at ``x`` and at ``factors``, 64 bytes at ``q``, a pair of 32 bits at ``scale``."""
 

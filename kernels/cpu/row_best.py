@@ -25,13 +25,13 @@ _INFINITY_BITS = 0x7F800000
 _LOWEST = -0x80000000
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def key_columns(keys: Any) -> Any:
     """The columns of keys: int64, a number or an array."""
     return _COLUMNS - (keys & _COLUMNS)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def best_key(context: Any, x: Any, n: Any, column: Any) -> Any:
     """See the top of this file."""
 

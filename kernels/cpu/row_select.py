@@ -33,7 +33,7 @@ _FEW = 24
 _SIGN = np.int32(0x7FFFFFFF)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _finite(context: Any, value: Any) -> Any:
     """16 lanes: NaN as -inf, +inf as the largest float."""
 
@@ -97,7 +97,7 @@ def exponentials(values: Any, count: int, top: Any, scale: Any, weights: Any) ->
         store(to + 4 * i, exp2(exponent))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _where_at_least(context: Any, value: Any, bound: Any, then: Any) -> Any:
     """Lanes of ``then`` where ``value >= bound``, else zero."""
 

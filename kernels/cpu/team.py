@@ -62,7 +62,7 @@ _syscall = types.ExternalFunction(
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def claim(record: Any, epoch: Any) -> Any:
     """A tile of the operation; -1: none is left; -2: the step is over."""
     while True:
@@ -76,13 +76,13 @@ def claim(record: Any, epoch: Any) -> Any:
             return tile
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def finish(record: Any) -> None:
     """Count a claimed tile as done."""
     fetch_add(record + DONE, 1)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def await_operation(record: Any, epoch: Any) -> Any:
     """Wait until all tiles are done. False: the step is over."""
     spins = 0
@@ -101,7 +101,7 @@ def await_operation(record: Any, epoch: Any) -> Any:
             _sched_yield()
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def set_operation(record: Any, epoch: Any, num_tiles: Any) -> None:
     """The leader, before ``start_step``: the operation has ``num_tiles`` tiles in this step (0: nothing to do)."""
     mine = (epoch & EPOCH_MASK) << EPOCH_SHIFT
@@ -109,13 +109,13 @@ def set_operation(record: Any, epoch: Any, num_tiles: Any) -> None:
     store_release(record, mine | (num_tiles << TILES_SHIFT))
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def next_epoch(header: Any) -> Any:
     """The leader: the number of the step that is being prepared."""
     return load_acquire(header) + 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def start_step(header: Any) -> None:
     """The leader: let the helpers in."""
     fetch_add(header, 1)
@@ -130,7 +130,7 @@ def make_walk(run_tile: Any) -> Any:
     ``stamps``: 0, or where the processor's clock is written (int64) at the start and after each operation.
     """
 
-    @register_jitable  # type: ignore[untyped-decorator]
+    @register_jitable
     def walk(records: Any, num_operations: Any, epoch: Any, thread: Any, context: Any, stamps: Any) -> Any:
         if stamps != 0:
             store_i64(stamps, read_clock())
@@ -151,7 +151,7 @@ def make_walk(run_tile: Any) -> Any:
     return walk
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def await_step(header: Any, seen: Any) -> Any:
     """A helper: the number of a step after ``seen``; -1: stop."""
     spins = 0

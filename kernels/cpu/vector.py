@@ -38,7 +38,7 @@ def constant_lanes(value: float) -> Any:
     return ir.Constant(V16F32, [float(value)] * 16)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def broadcast(context: Any, scalar: Any) -> Any:
     """A float32 in all lanes."""
 
@@ -72,7 +72,7 @@ maximum = _make_binary(_larger)
 """The larger of each lane; the right one where either is NaN."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend; fused where the processor fuses."""
 
@@ -82,7 +82,7 @@ def multiply_add(context: Any, left: Any, right: Any, addend: Any) -> Any:
     return vector(vector, vector, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def absolute(context: Any, value: Any) -> Any:
     """|value|."""
 

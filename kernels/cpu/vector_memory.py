@@ -27,7 +27,7 @@ def _high_halves(b: Any, bits: Any) -> Any:
     return b.trunc(b.lshr(bits, all_lanes(16)), V16I16)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(context: Any, at: Any) -> Any:
     """16 float32 at an address."""
 
@@ -37,7 +37,7 @@ def load(context: Any, at: Any) -> Any:
     return vector(types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32."""
 
@@ -48,7 +48,7 @@ def store(context: Any, at: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_bfloat16(context: Any, at: Any) -> Any:
     """16 bfloat16 at an address, widened."""
 
@@ -59,7 +59,7 @@ def load_bfloat16(context: Any, at: Any) -> Any:
     return vector(types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_bfloat16(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16, rounded to nearest even."""
 
@@ -70,7 +70,7 @@ def store_bfloat16(context: Any, at: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_rounded(context: Any, at: Any, value: Any) -> Any:
     """``store_bfloat16`` that returns what was written, as float32."""
 
@@ -82,7 +82,7 @@ def store_rounded(context: Any, at: Any, value: Any) -> Any:
     return vector(types.int64, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_even_half(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16 into the low halves of 16 uint32; the high halves become zero."""
 
@@ -93,7 +93,7 @@ def store_even_half(context: Any, at: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_odd_half(context: Any, at: Any, value: Any) -> Any:
     """Write 16 float32 as bfloat16 into the high halves of 16 uint32; the low halves stay."""
 
@@ -106,7 +106,7 @@ def store_odd_half(context: Any, at: Any, value: Any) -> Any:
     return types.void(types.int64, vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_l2(context: Any, at: Any) -> Any:
     """Ask for a cache line, into L2."""
 

@@ -5,7 +5,7 @@ the tile loaded as it lies and transposed afterwards; native keys are loaded tra
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Philox4x32-10 inside a kernel, on GPUs (Triton). ``kernels/philox.py`` is the definition and the CPU counterpart."""
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
 
 from __future__ import annotations
 

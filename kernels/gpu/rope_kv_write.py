@@ -16,7 +16,7 @@ dim]``, scales ``[pages, KVH, page_size]``. The last dimension of each has strid
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
 
 from __future__ import annotations
 

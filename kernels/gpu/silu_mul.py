@@ -7,7 +7,7 @@ dimension. Computed in float32.
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
 
 from __future__ import annotations
 

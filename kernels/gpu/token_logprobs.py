@@ -11,7 +11,7 @@ CPU counterpart: ``logprobs.row_logprobs``; a log-softmax in float64 is the test
 """
 
 # Triton's decorator is untyped for mypy, and kernel parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-any-return, no-untyped-call"
 
 from __future__ import annotations
 

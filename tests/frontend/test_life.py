@@ -6,7 +6,6 @@ import contextlib
 import socket
 from asyncio import CancelledError
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +17,6 @@ from ringserve.frontend import http_server
 from ringserve.messages.requests import Abort, GenerateRequest
 from ringserve.messages.startup import LoadProgress, StartFailed
 from ringserve.messages.tokenization import TokenizeRequest
-from ringserve.shm import ChannelOverflow, MessageTooLarge, ShmError
 
 CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
@@ -313,128 +311,6 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.Monke
         with pytest.raises(TimeoutError):
             client.socket.recv(1)
         client.close()
-
-
-def test_what_cannot_be_sent_leaves_no_entry(caplog: pytest.LogCaptureFixture) -> None:
-    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
-
-        def send(message: object) -> None:
-            raise OverflowError
-
-        frontend.fake.send = send  # type: ignore[method-assign]  # a planted fault
-        assert http.post("/v1/chat/completions", json=chat_body()).status_code == 500
-        statistics = frontend.statistics()
-        assert (statistics["journal_entries"], statistics["choices_in_flight"]) == (0, 0)
-        assert "OverflowError" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "code"), [(MessageTooLarge, 413, "request_too_large"), (ChannelOverflow, 503, "overloaded")]
-)
-def test_what_no_message_can_carry_is_an_answer(error: type[ShmError], status: int, code: str) -> None:
-    """Bodies may be larger than what goes from process to process, and many large ones may come at once."""
-    bodies = (chat_body(), {"prompt": "a"}, {"prompt": "a"}, {"tokens": [1]})
-    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
-
-        def send(message: object) -> None:
-            raise error
-
-        frontend.fake.send = send  # type: ignore[method-assign]  # a planted fault
-        for path, body in zip(POSTS, bodies, strict=True):
-            answer = http.post(path, json=body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-            assert ("retry-after" in answer.headers) == (status == 503)
-        assert not any(frontend.statistics().values())
-
-
-@pytest.mark.parametrize("error", [MessageTooLarge, ChannelOverflow, OverflowError])
-@pytest.mark.parametrize("sent", [0, 1, 4])
-def test_a_prompt_that_cannot_be_sent_takes_those_before_it_along(error: type[Exception], sent: int) -> None:
-    """Nobody waits for the answers of a request that was refused."""
-    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
-        fake, count = frontend.fake, 0
-        fake.hold, original = True, fake.send
-
-        def send(message: Any) -> None:
-            nonlocal count
-            if isinstance(message, GenerateRequest):
-                if count == sent:
-                    raise error
-                count += 1
-            original(message)
-
-        fake.send = send  # type: ignore[method-assign]  # a planted fault
-        answer = http.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 400, "n": 2})
-        assert answer.status_code == {MessageTooLarge: 413, ChannelOverflow: 503, OverflowError: 500}[error]
-        frontend.wait_until(lambda: not any(frontend.actor.dispatcher.statistics().values()))
-        assert len(fake.of_kind(Abort)) == sent
-
-
-def test_an_abort_that_finds_no_room_is_sent_again() -> None:
-    with RunningFrontend() as frontend, httpx.Client(base_url=frontend.url) as http:
-        fake, refused = frontend.fake, 0
-        fake.hold, original = True, fake.send
-
-        def send(message: Any) -> None:
-            nonlocal refused
-            if isinstance(message, Abort) and refused < 2:
-                refused += 1
-                raise ChannelOverflow
-            original(message)
-
-        fake.send = send  # type: ignore[method-assign]  # a planted fault
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(CHAT, json=chat_body(), timeout=0.3)  # the client leaves
-        frontend.wait_until(lambda: len(fake.of_kind(Abort)) == 1)
-        frontend.wait_until(lambda: not any(frontend.actor.dispatcher.statistics().values()))
-        assert refused == 2
-
-
-def test_tokenize_and_detokenize(http: httpx.Client) -> None:
-    answer = http.post("/tokenize", json={"model": MODEL, "prompt": "a b c"}).json()
-    assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 1, 2], "token_strs": None}
-    answer = http.post("/tokenize", json={"prompt": "a b", "return_token_strs": True}).json()
-    assert answer["token_strs"] == ["<0>", "<1>"]
-    answer = http.post("/tokenize", json={"messages": chat_body()["messages"], "add_generation_prompt": False}).json()
-    assert answer["count"] == 1
-    assert http.post("/detokenize", json={"tokens": [4, 5]}).json() == {"prompt": "4 5"}
-    for path, body, param in (
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": chat_body()["messages"]}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "a", "junk": 1}, "junk"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/detokenize", {}, "tokens"),
-    ):
-        answer = http.post(path, json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("count", [0, 1, 65_535, 65_536, 65_537, 200_000])
-def test_long_answers_are_written_in_pieces(http: httpx.Client, frontend: RunningFrontend, count: int) -> None:
-    prompt = " ".join(map(str, range(count)))
-    answer = http.post("/tokenize", json={"prompt": prompt})
-    assert answer.headers["content-type"] == "application/json"
-    ids = list(range(count)) if count else [0]
-    assert answer.json() == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": None}
-    answer = http.post("/detokenize", json={"tokens": [7] * count})
-    assert answer.json() == {"prompt": " ".join(["7"] * count)}
-    assert http.post("/detokenize", json={"tokens": [7] * count + [-1]}).status_code == 400
-
-
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
-def test_a_question_whose_client_leaves_is_taken_back(path: str, body: dict[str, Any]) -> None:
-    with RunningFrontend() as frontend:
-        frontend.fake.mute = True
-        client = RawClient(frontend)
-        client.post(path, body)
-        frontend.wait_until(lambda: bool(frontend.fake.received))
-        client.close()
-        frontend.wait_until(lambda: bool(frontend.fake.of_kind(Abort)))
-        (question, abort) = frontend.fake.received
-        assert abort.request_id == question.request_id
-        assert frontend.statistics()["pending_replies"] == 0
 
 
 def test_many_at_once(frontend: RunningFrontend) -> None:

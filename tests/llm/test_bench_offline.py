@@ -12,7 +12,7 @@ from tiny_model import save_tiny_model
 from ringserve.bench.measure import ServerUnusable
 from ringserve.bench.offline import Load, add_arguments, run
 from ringserve.bench.offline_results import Round, Side, summarize
-from ringserve.bench.offline_sides import Server, hop_sums
+from ringserve.bench.offline_sides import Server
 from ringserve.bench.prompts import TokenIds
 from ringserve.options import OptionError
 
@@ -46,18 +46,6 @@ def test_without_serving_there_is_no_ratio() -> None:
     assert (first.num_requests, second.num_requests) == (8, 2)
     assert first.ratio is first.serving_tokens_per_s is None
     assert first.serving_cpu_ms_per_token == {}
-
-
-def test_hops_are_read_from_the_exposition() -> None:
-    text = (
-        "# TYPE ringserve_hop_seconds histogram\n"
-        'ringserve_hop_seconds_bucket{hop="executor",le="+Inf"} 4.0\n'
-        'ringserve_hop_seconds_count{hop="executor"} 4.0\n'
-        'ringserve_hop_seconds_sum{hop="executor"} 0.5\n'
-        "# TYPE other_seconds gauge\n"
-        "other_seconds 3.0\n"
-    )
-    assert hop_sums(text) == {"executor": (0.5, 4.0)}
 
 
 def test_a_server_that_is_gone_is_told() -> None:

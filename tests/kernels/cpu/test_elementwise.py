@@ -20,13 +20,13 @@ from ringserve.kernels.cpu.vector_memory import load, store
 LEVELS = [PORTABLE, AVX512] if host_level() == AVX512 else [PORTABLE]
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _exp2(x: Any, out: Any) -> None:
     for i in range(0, x.shape[0], 16):
         store(out.ctypes.data + 4 * i, exp2(load(x.ctypes.data + 4 * i)))
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _exp2_coarse(level: Any, x: Any, out: Any) -> None:
     for i in range(0, x.shape[0], 16):
         store(out.ctypes.data + 4 * i, exp2_coarse(level, load(x.ctypes.data + 4 * i)))

@@ -28,7 +28,7 @@ from ringserve.kernels.cpu.team import (
 MAX_OPERATIONS, MAX_TILES = 24, 40
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _run_tile(operation: Any, tile: Any, thread: Any, context: Any) -> None:
     """Tile t of an operation adds all results of the operation before it: a lost, doubled or early tile shows."""
     tiles, results, runs, delays = context
@@ -45,7 +45,7 @@ def _run_tile(operation: Any, tile: Any, thread: Any, context: Any) -> None:
 _walk = make_walk(_run_tile)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _step(header: Any, records: Any, tiles: Any, results: Any, runs: Any, delays: Any) -> Any:
     epoch = next_epoch(header)
     for i in range(tiles.shape[0]):
@@ -54,7 +54,7 @@ def _step(header: Any, records: Any, tiles: Any, results: Any, runs: Any, delays
     return _walk(records, tiles.shape[0], epoch, 0, (tiles, results, runs, delays), 0)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _help(header: Any, thread: Any, records: Any, tiles: Any, results: Any, runs: Any, delays: Any) -> None:
     seen = 0
     while True:
@@ -104,17 +104,17 @@ def test_random_programs_with_late_helpers(num_threads: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute-")]
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _set(record: Any, epoch: Any, tiles: Any) -> None:
     set_operation(record, epoch, tiles)
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _claim(record: Any, epoch: Any) -> Any:
     return claim(record, epoch)
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _load(address: Any) -> Any:
     return load_acquire(address)
 
